@@ -1,0 +1,1 @@
+"""What runs a model: the port (`base`) and the engines behind it."""

@@ -1,0 +1,138 @@
+"""The port between the system and whatever runs a model.
+
+An engine holds one model and the caches of several sequences. It knows token ids, not requests:
+a caller numbers its sequences, feeds tokens, reads distributions and cuts a cache back after a
+rejection. Engines are blocking and not thread-safe; the runtime calls each from one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from e2sci.decoding.distribution import Distribution
+
+
+class EngineError(Exception):
+    """A model can't be loaded or run; the message says what to do about it."""
+
+
+class ModelNotFound(EngineError):
+    """No such model in the catalogue, on disk or on the hub."""
+
+
+class ContextFull(EngineError):
+    """A sequence would grow beyond the engine's context or out of its cache."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the two ends must know of each other's model.
+
+    `vocab_size`: ids with a logit; `real_vocab`: ids that stand for a token, without the padding
+    behind them (≤ vocab_size); `context`: tokens a sequence can hold; `eos_ids`: ids that end a
+    text; `can_truncate`: whether a sequence's cache can be cut to any shorter length.
+    """
+
+    name: str
+    vocab_size: int
+    real_vocab: int
+    context: int
+    eos_ids: frozenset[int]
+    template: str | None = None
+    bos: str = ""
+    eos: str = ""
+    can_truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work for one sequence in one pass: feed `tokens`, return the last `outputs` distributions.
+
+    `outputs` ≤ len(tokens). Output i is the distribution behind tokens[len(tokens) - outputs + i].
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    outputs: int = 1
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, byte-exact."""
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Ids of `text`. `special`: read special tokens' names as those tokens (for templates).
+
+        Adds no BOS: a template or `ModelInfo.bos` says where one belongs.
+        """
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token adds to a text; empty for special tokens. Raises IndexError out of range."""
+        ...
+
+    def name(self, token: int) -> bytes:
+        """The token's entry in the vocabulary, special tokens included: what a fingerprint hashes."""
+        ...
+
+
+class Engine(Protocol):
+    """One model with the caches of up to `slots` sequences, numbered 0 … slots-1."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
+        """Run one pass over all steps (distinct sequences); outputs per step, in order.
+
+        Each step's tokens are appended to its sequence's cache. Raises ContextFull, leaving every
+        cache as it was.
+        """
+        ...
+
+    def length(self, sequence: int) -> int:
+        """Tokens now in the sequence's cache."""
+        ...
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Cut a sequence's cache back to its first `length` tokens; 0 frees it."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+
+@dataclass
+class Fingerprint:
+    """SHA-256 over the vocabulary's first n entries, for any n: tells which tails are tolerable."""
+
+    names: Sequence[bytes]
+    _cache: dict[int, str] = field(default_factory=dict)
+
+    def at(self, n: int) -> str:
+        """Hex digest over entries 0 … n-1."""
+        if n not in self._cache:
+            digest = hashlib.sha256()
+            for name in self.names[:n]:
+                digest.update(len(name).to_bytes(4, "little") + name)
+            self._cache[n] = digest.hexdigest()[:32]
+        return self._cache[n]
+
+
+def fingerprint(engine: Engine) -> Fingerprint:
+    """The fingerprint of an engine's real vocabulary (padding left out)."""
+    return Fingerprint([engine.tokenizer.name(i) for i in range(engine.info.real_vocab)])
+
+
+def text_of(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """The text of `tokens`, undecodable bytes replaced."""
+    return b"".join(tokenizer.piece(t) for t in tokens).decode("utf-8", errors="replace")
