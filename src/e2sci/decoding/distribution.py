@@ -29,10 +29,10 @@ CODE_STEP = 16.0
 """Codes per nat in a sketch: probabilities are kept to ±3 %, which moves a JS by about 1e-4."""
 
 SKETCH_SIZE = 16
-"""Tokens in a sketch at most. Measured at 16: a decision at T = .2 differs in .08 % of positions."""
+"""Tokens in a sketch at most. At 16 a decision at T = .2 differs in .08 % of GSM8K positions."""
 
 SKETCH_TAIL = 1e-3
-"""A sketch stops early once the mass left over is below this; most draft tokens are near-certain."""
+"""A sketch stops early once the mass left over is below this: most drafts are near-certain."""
 
 _NEAR = 12.0  # nats below the maximum within which the top k nearly always lies
 
@@ -52,7 +52,7 @@ class Distribution(Protocol):
 
     @property
     def entropy(self) -> float:
-        """Shannon entropy in nats (for a top-k distribution: of the merged outcomes, a lower bound)."""
+        """Shannon entropy in nats; of the merged outcomes, a lower bound, for a top-k one."""
         ...
 
     def log_prob(self, ids: Ids) -> Floats:
@@ -228,7 +228,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def unpack_ids(data: bytes, limit: int) -> list[int]:
     """The ids in `data`. Raises ValueError on cut-off bytes or on more than `limit` ids."""
-    ids, at = [], 0
+    ids: list[int] = []
+    at = 0
     while at < len(data):
         if len(ids) == limit:
             raise ValueError(f"more than {limit} token ids in one message")

@@ -70,11 +70,11 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to a text; empty for special tokens. Raises IndexError out of range."""
+        """The bytes a token adds to a text, none for special ones. Raises IndexError."""
         ...
 
     def name(self, token: int) -> bytes:
-        """The token's entry in the vocabulary, special tokens included: what a fingerprint hashes."""
+        """The token's entry in the vocabulary, special ones included: what is fingerprinted."""
         ...
 
 

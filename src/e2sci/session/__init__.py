@@ -1,0 +1,1 @@
+"""The protocol as state machines without I/O, clock or model: `messages`, `edge`, `cloud`."""

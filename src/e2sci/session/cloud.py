@@ -1,0 +1,345 @@
+"""The cloud's side of one request, as a state machine: no I/O, no clock, no model.
+
+Theory of operation
+-------------------
+`tokens` is prompt + output, all of it final. The first `cached` of them are in the engine's cache.
+The *carry* is the target's distribution for the next position; it is known exactly when everything
+committed is cached. `queue` holds draft tokens of the current branch, in order, not yet judged.
+
+    window arrives ──► tokens already committed are compared and skipped (the first difference
+                       kills the branch), the rest is queued
+    carry + queue  ──► *pre-hit*: the first queued token is judged at once, without a pass
+    no carry       ──► `plan()` says what the next pass feeds: what is committed but not cached
+                       (the prompt, a correction, a pre-hit token), then the queue; `passed()`
+                       judges the queue with what comes back: the longest accepted prefix stands
+    rejection      ──► the target's token stands, the queue is dropped, the branch is dead
+    all accepted   ──► the last distribution is the new carry
+
+With lookahead off the bonus token is then taken from the carry at once, which is classic
+speculative decoding. Rules whose text can't depend on the draft (strict) take it whenever no draft
+is waiting: it costs no pass and tells the edge of a mismatch a window sooner (ours).
+
+*Fill*: `fill()` commits the carry's pick, `plan(fill=True)` runs a pass with nothing queued. When
+to do so is the runtime's decision, since only it knows the time; the text is right either way.
+
+The end is at EOS and at the token budget; whatever was accepted beyond is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from e2sci.decoding.acceptance import Judgement, Place, make_rule
+from e2sci.decoding.credit import Credit
+from e2sci.decoding.distribution import Dense, Distribution, TopK, decode, pack_ids
+from e2sci.decoding.divergence import divergence
+from e2sci.decoding.predictor import Predictor
+from e2sci.decoding.sampling import History
+from e2sci.session.messages import (
+    MAX_QUEUE,
+    MAX_TOKENS,
+    MAX_WINDOW,
+    CreditView,
+    Finished,
+    FinishReason,
+    Judged,
+    Message,
+    Open,
+    ProtocolError,
+    Verdict,
+    Window,
+    ids_of,
+)
+
+
+@dataclass(frozen=True)
+class CloudModel:
+    """What a session must know of the target: ids below `vocab` may occur; `context` in tokens."""
+
+    vocab: int
+    context: int
+    eos: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A queued draft token and the draft's distribution, where it was sent."""
+
+    token: int
+    q: TopK | None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One session's part of a target pass: cut its cache to `keep`, feed `tokens`, return the last
+    `outputs` distributions. `drafts` of the tokens are unjudged."""
+
+    keep: int
+    tokens: list[int]
+    outputs: int
+    drafts: int
+
+
+class CloudSession:
+    """One request at the cloud. Raises ProtocolError when the opening can't be served."""
+
+    def __init__(
+        self, opening: Open, model: CloudModel, predictor: Predictor | None = None
+    ) -> None:
+        prompt = ids_of(opening.prompt, model.vocab, MAX_TOKENS, "prompt")
+        committed = ids_of(opening.committed, model.vocab, MAX_TOKENS, "committed tokens")
+        _check_opening(opening, len(prompt), len(committed), model)
+        self.request = opening.request
+        self.limit = min(opening.max_tokens, model.context - len(prompt))
+        self.tokens = History(prompt)
+        for token in committed:
+            self.tokens.append(token)
+        self.rule = make_rule(opening.rule)
+        self.credit = Credit(opening.credit, predictor, opening.state)
+        self.cached = 0
+        self.carry: Distribution | None = None
+        self.queue: list[Draft] = []
+        self.branch = opening.branch
+        self.finished: FinishReason | None = None
+        self.passes = self.fed = 0
+        self._opening = opening
+        self._model = model
+        self._end = len(prompt) + self.limit
+        self._prompt = len(prompt)
+        self._judged: list[Judged] = []
+
+    # ---- events ---------------------------------------------------------------------------
+
+    def window(self, message: Window) -> list[Message]:
+        """Draft tokens have come. Raises ProtocolError on a window that can't be ours."""
+        if self.finished or message.branch < self.branch:
+            return []
+        drafts = self._drafts(message)
+        if message.branch > self.branch:
+            if self.queue:
+                raise ProtocolError("bad_window", "a new branch while the old one is still alive")
+            self.branch = message.branch
+        done = max(0, len(self.tokens) - message.start)
+        for offset, draft in enumerate(drafts[:done]):
+            if draft.token != self.tokens.tokens[message.start + offset]:
+                self.branch += 1
+                return []
+        fresh = drafts[done:]
+        expected = len(self.tokens) + len(self.queue)
+        if fresh and message.start + done != expected:
+            raise ProtocolError(
+                "bad_window", f"window starts at {message.start}; expected {expected}"
+            )
+        if len(self.queue) + len(fresh) > MAX_QUEUE:
+            raise ProtocolError("flooded", f"more than {MAX_QUEUE} draft tokens are waiting")
+        self.queue += fresh
+        return self._use_carry()
+
+    def plan(self, budget: int, *, fill: bool) -> Pass | None:
+        """What the next pass should feed, at most `budget` ≥ 1 tokens; None if nothing.
+
+        `fill`: also with no drafts waiting. The prompt is fed in any case, in chunks.
+        """
+        missing = self.tokens.tokens[self.cached :]
+        if self.finished or not missing:
+            return None
+        if len(missing) > budget:
+            return Pass(self.cached, missing[:budget], 0, 0)
+        room = min(budget - len(missing), self._end - len(self.tokens))
+        drafts = [d.token for d in self.queue[:room]]
+        if not self.queue and not fill and self.cached >= self._prompt:
+            return None
+        return Pass(self.cached, missing + drafts, len(drafts) + 1, len(drafts))
+
+    def passed(self, done: Pass, outputs: Sequence[Distribution]) -> list[Message]:
+        """The planned pass is done; `outputs` are its distributions."""
+        self._count(done)
+        self.cached += len(done.tokens) - done.drafts
+        if self.finished or not done.outputs:
+            return []
+        start = len(self.tokens)
+        judged, self.queue = self.queue[: done.drafts], self.queue[done.drafts :]
+        outcomes: list[Judgement] = []
+        for draft, p in zip(judged, outputs, strict=False):
+            outcomes.append(self._judge(draft, p))
+            if not outcomes[-1].accepted or self.finished:
+                break
+            self.cached += 1
+        rejected = bool(outcomes) and not outcomes[-1].accepted
+        bonus: list[int] = []
+        if not rejected and not self.finished:
+            self.carry = self._limited(outputs[-1])
+            if not self.queue and (self.rule.eager or (judged and not self._opening.lookahead)):
+                bonus = [self._own_token()]
+        return [*self._verdict(start, outcomes, bonus), *self._use_carry(), *self._ending()]
+
+    def fill(self) -> list[Message]:
+        """Nothing valid is queued and nothing is expected soon: commit the carry's own pick."""
+        if self.carry is None or self.queue or self.finished:
+            return []
+        start = len(self.tokens)
+        return [*self._verdict(start, [], [self._own_token()]), *self._ending()]
+
+    def cancel(self) -> list[Message]:
+        """The edge wants no more."""
+        if self.finished:
+            return []
+        self.finished = "cancelled"
+        return self._ending()
+
+    def evicted(self) -> None:
+        """The engine has dropped our cache; the next pass rebuilds it."""
+        self.cached, self.carry = 0, None
+
+    # ---- judging --------------------------------------------------------------------------
+
+    def _use_carry(self) -> list[Message]:
+        """Pre-hit: judge the first queued token against the carry."""
+        if self.carry is None or not self.queue or self.finished:
+            return []
+        start, p = len(self.tokens), self.carry
+        outcome = self._judge(self.queue.pop(0), p)
+        return [*self._verdict(start, [outcome], []), *self._ending()]
+
+    def _judge(self, draft: Draft, p: Distribution) -> Judgement:
+        """Judge one draft token and commit what stands there."""
+        place = Place(self._limited(p), self._opening.sampling, self.tokens)
+        threshold = self.credit.threshold
+        try:
+            outcome = self.rule.judge(place, draft.token, draft.q, threshold)
+        except ValueError as error:
+            raise ProtocolError("bad_window", str(error)) from None
+        if self._opening.trace:
+            self._judged.append(self._record(place, draft, outcome, threshold))
+        self._observe(place, outcome)
+        self._commit(outcome.token)
+        if not outcome.accepted:
+            self.queue.clear()
+            self.branch += 1
+        return outcome
+
+    def _observe(self, place: Place, outcome: Judgement) -> None:
+        base = outcome.agreed
+        if outcome.distance is not None:
+            base = base or outcome.distance <= self.credit.params.t_base
+        spends = self.credit.params.budget is not None and not outcome.agreed and outcome.accepted
+        regret = place.regret(outcome.token) if spends else 0.0
+        self.credit.observe(accepted=outcome.accepted, base=base, regret=regret)
+
+    def _own_token(self) -> int:
+        """The carry's pick, committed."""
+        assert self.carry is not None
+        token = Place(self.carry, self._opening.sampling, self.tokens).y
+        self._commit(token)
+        return token
+
+    def _commit(self, token: int) -> None:
+        self.tokens.append(token)
+        self.carry = None
+        if token in self._model.eos:
+            self.finished = "stop"
+        elif len(self.tokens) >= self._end:
+            self.finished = "length"
+
+    def _limited(self, p: Distribution) -> Distribution:
+        """p without the ids that mean nothing at the other end (padding, foreign tails)."""
+        return p.limited(self._model.vocab) if isinstance(p, Dense) else p
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _verdict(self, start: int, outcomes: Sequence[Judgement], own: list[int]) -> list[Message]:
+        if not outcomes and not own:
+            return []
+        accepted = [o for o in outcomes if o.accepted]
+        rejected = len(accepted) < len(outcomes)
+        ids = [o.token for o in outcomes if not o.accepted] + own
+        trace, self._judged = tuple(self._judged), []
+        return [
+            Verdict(
+                request=self.request,
+                branch=self.branch - rejected,
+                start=start,
+                accepted=len(accepted),
+                ids=pack_ids(ids),
+                rejected=rejected,
+                tolerated=pack_ids([i for i, o in enumerate(accepted) if not o.agreed]),
+                passes=self.passes,
+                fed=self.fed,
+                credit=None if self.rule.lossless else self._view(),
+                trace=trace,
+            )
+        ]
+
+    def _view(self) -> CreditView:
+        credit = self.credit
+        return CreditView(
+            credit=credit.value,
+            threshold=credit.threshold,
+            window=credit.suggested_window,
+            state=msgspec.structs.replace(credit.state),
+        )
+
+    def _ending(self) -> list[Message]:
+        if self.finished is None:
+            return []
+        self.queue.clear()
+        self.carry = None
+        return [Finished(request=self.request, reason=self.finished)]
+
+    def _record(self, place: Place, draft: Draft, outcome: Judgement, threshold: float) -> Judged:
+        q = draft.q
+        return Judged(
+            position=place.position,
+            draft=draft.token,
+            pick=place.y,
+            js=divergence("js", place.p, q) if q else None,
+            tv=divergence("tv", place.p, q) if q else None,
+            p=float(np.exp(place.p.log_prob(np.array([draft.token]))[0])),
+            agreed=outcome.agreed,
+            accepted=outcome.accepted,
+            threshold=threshold,
+            credit=self.credit.value,
+            window=self.passes,
+        )
+
+    def _count(self, done: Pass) -> None:
+        self.passes += done.outputs > 0
+        self.fed += len(done.tokens) - max(0, min(self._prompt - done.keep, len(done.tokens)))
+
+    def _drafts(self, message: Window) -> list[Draft]:
+        ids = ids_of(message.ids, self._model.vocab, MAX_WINDOW, "window")
+        if not ids:
+            raise ProtocolError("bad_window", "a window without tokens")
+        if not self.rule.needs_sketch and not message.sketches:
+            return [Draft(token, None) for token in ids]
+        if len(message.sketches) != len(ids):
+            raise ProtocolError(
+                "bad_window",
+                f"{len(ids)} tokens with {len(message.sketches)} sketches; expected one a token",
+            )
+        try:
+            sketches = [decode(data, self._model.vocab) for data in message.sketches]
+        except ValueError as error:
+            raise ProtocolError("bad_window", str(error)) from None
+        return [Draft(token, q) for token, q in zip(ids, sketches, strict=True)]
+
+
+def _check_opening(opening: Open, prompt: int, committed: int, model: CloudModel) -> None:
+    if prompt == 0:
+        raise ProtocolError("empty_prompt", "the prompt is empty; expected at least one token")
+    if prompt >= model.context:
+        raise ProtocolError(
+            "too_long",
+            f"the prompt has {prompt} tokens; the cloud's context holds {model.context} and "
+            "needs room for at least one more: shorten it",
+        )
+    if opening.max_tokens < 1:
+        raise ProtocolError(
+            "bad_request", f"max_tokens is {opening.max_tokens}; expected 1 or more"
+        )
+    if committed >= min(opening.max_tokens, model.context - prompt):
+        raise ProtocolError("bad_request", "nothing is left to generate within max_tokens")

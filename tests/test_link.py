@@ -1,0 +1,506 @@
+"""The emulated link: its arithmetic, the proxy on real sockets, the command's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from e2sci.cli.link import Address, address, link
+from e2sci.emulation import link as link_module
+from e2sci.emulation.link import LINKS, Link, LinkProfile, Outages, Pipe
+
+EPS = 1e-6
+
+spans = st.lists(st.tuples(st.floats(0, 5), st.floats(1e-3, 2)), max_size=4)
+sends = st.lists(st.tuples(st.integers(0, 20_000), st.floats(0, 0.5)), min_size=1, max_size=20)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, jitter: bool = True, outages: bool = True) -> LinkProfile:
+    rtt = draw(st.floats(0, 200))
+    return LinkProfile(
+        rtt,
+        jitter_ms=draw(st.floats(0, rtt)) if jitter else 0,
+        up_mbps=draw(st.none() | st.floats(0.1, 1000)),
+        outages=draw(spans) if outages else (),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def run_pipe(pipe: Pipe, chunks: list[tuple[int, float]]) -> list[tuple[int, float, float]]:
+    """(size, sent, arrived) of chunks given as (size, pause before it)."""
+    now, seen = 0.0, []
+    for size, pause in chunks:
+        now += pause
+        seen.append((size, now, pipe.send(size, now)))
+    return seen
+
+
+# The arithmetic
+
+
+def test_a_chunk_takes_serialisation_and_half_the_round_trip() -> None:
+    up = Pipe(LinkProfile(40, up_mbps=10, down_mbps=50), "up")
+    assert up.send(50_000, 1.0) == pytest.approx(1.060)  # 40 ms at 10 Mbit/s + 20 ms
+    assert up.send(1250, 1.001) == pytest.approx(1.061)  # behind the first, 1 ms of its own
+    assert up.send(1250, 2.0) == pytest.approx(2.021)  # the queue is empty again
+    down = Pipe(LinkProfile(40, up_mbps=10, down_mbps=50), "down")
+    assert down.send(50_000, 1.0) == pytest.approx(1.028)
+
+
+def test_an_outage_stops_queue_and_flight() -> None:
+    up = Pipe(LinkProfile(40, up_mbps=10, outages=[(1.0, 0.5)]), "up")
+    assert up.send(0, 0.9) == pytest.approx(0.920)
+    assert up.send(0, 0.99) == pytest.approx(1.510)  # half of its way lies behind the outage
+    assert up.send(1250, 1.2) == pytest.approx(1.521)  # leaves when the outage ends
+    assert up.send(0, 2.0) == pytest.approx(2.020)
+
+
+def test_a_cut_outage_is_not_the_pipes_affair() -> None:
+    profile = LinkProfile(40, outages=[(1.0, 0.5)], outage_mode="cut")
+    assert Pipe(profile, "up").send(10, 1.2) == pytest.approx(1.220)
+
+
+def test_flush_empties_the_queue() -> None:
+    up = Pipe(LinkProfile(0, up_mbps=1), "up")
+    up.send(1_000_000, 0.0)
+    up.flush()
+    assert up.send(125, 1.0) == pytest.approx(1.001)
+
+
+@given(profiles(), sends)
+def test_order_is_kept(profile: LinkProfile, chunks: list[tuple[int, float]]) -> None:
+    arrivals = [arrived for _, _, arrived in run_pipe(Pipe(profile, "up"), chunks)]
+    assert arrivals == sorted(arrivals)
+
+
+@given(profiles(), sends)
+def test_never_earlier_than_the_link_allows(
+    profile: LinkProfile, chunks: list[tuple[int, float]]
+) -> None:
+    least = (profile.rtt_ms - profile.jitter_ms) / 2e3
+    per_byte = profile.seconds_per_byte("up")
+    for size, sent, arrived in run_pipe(Pipe(profile, "up"), chunks):
+        assert arrived >= sent + least + size * per_byte - EPS
+
+
+@given(profiles(outages=False), st.integers(0, 20_000))
+def test_jitter_stays_within_its_range(profile: LinkProfile, size: int) -> None:
+    took = Pipe(profile, "up").send(size, 0) - size * profile.seconds_per_byte("up")
+    assert (profile.rtt_ms - profile.jitter_ms) / 2e3 - EPS <= took
+    assert took <= (profile.rtt_ms + profile.jitter_ms) / 2e3 + EPS
+
+
+def test_jitter_varies_and_repeats_with_its_seed() -> None:
+    def delays(seed: int, direction: str = "up") -> list[float]:
+        pipe = Pipe(LinkProfile(60, jitter_ms=20, seed=seed), direction)  # type: ignore[arg-type]
+        return [pipe.send(1, float(t)) - t for t in range(50)]
+
+    assert delays(1) == delays(1)
+    assert delays(1) != delays(2)
+    assert delays(1) != delays(1, "down")
+    assert min(delays(1)) < 0.025
+    assert max(delays(1)) > 0.035
+
+
+@given(profiles(jitter=False), sends)
+def test_throughput_stays_below_the_bandwidth(
+    profile: LinkProfile, chunks: list[tuple[int, float]]
+) -> None:
+    seen = run_pipe(Pipe(profile, "up"), chunks)
+    per_byte = profile.seconds_per_byte("up")
+    for i, (_, _, first) in enumerate(seen):
+        carried = 0
+        for size, _, arrived in seen[i + 1 :]:
+            carried += size
+            assert arrived - first >= carried * per_byte - EPS
+
+
+@given(profiles(), sends)
+def test_nothing_arrives_in_an_outage(
+    profile: LinkProfile, chunks: list[tuple[int, float]]
+) -> None:
+    for _, _, arrived in run_pipe(Pipe(profile, "up"), chunks):
+        assert not any(s <= arrived < s + d - EPS for s, d in profile.outages)
+
+
+@given(profiles(), sends)
+def test_outages_only_delay(profile: LinkProfile, chunks: list[tuple[int, float]]) -> None:
+    """A chunk is late by no more than all outages together, and not at all without them."""
+    with_outages = run_pipe(Pipe(profile, "up"), chunks)
+    without = run_pipe(Pipe(profile, "up", Outages()), chunks)
+    for (_, _, late), (_, _, plain) in zip(with_outages, without, strict=True):
+        assert plain - EPS <= late <= plain + sum(d for _, d in profile.outages) + EPS
+
+
+@given(spans, st.floats(0, 10))
+def test_up_time_and_time_are_each_others_inverse(
+    outages: list[tuple[float, float]], now: float
+) -> None:
+    clock = Outages(outages)
+    back = clock.when(clock.uptime(now))
+    assert back >= now
+    assert not clock.down(back)
+    if not clock.down(now):
+        assert back == pytest.approx(now, abs=EPS)
+
+
+def test_overlapping_outages_are_one() -> None:
+    assert Outages([(3, 1), (1, 1), (1.5, 1), (2.5, 0.1)]).spans == [(1, 2.6), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"rtt_ms": -1}, "rtt_ms"),
+        ({"rtt_ms": float("nan")}, "rtt_ms"),
+        ({"rtt_ms": float("inf")}, "rtt_ms"),
+        ({"rtt_ms": 10, "jitter_ms": 11}, "jitter_ms"),
+        ({"rtt_ms": 10, "jitter_ms": -1}, "jitter_ms"),
+        ({"rtt_ms": 10, "up_mbps": 0}, "up_mbps"),
+        ({"rtt_ms": 10, "down_mbps": float("nan")}, "down_mbps"),
+        ({"rtt_ms": 10, "outages": [(-1, 1)]}, "outage"),
+        ({"rtt_ms": 10, "outages": [(1, 0)]}, "outage"),
+        ({"rtt_ms": 10, "outage_mode": "slow"}, "outage_mode"),
+    ],
+)
+def test_profiles_are_checked(fields: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        LinkProfile(**fields)  # type: ignore[arg-type]
+
+
+def test_named_profiles_and_unlimited() -> None:
+    assert LINKS["mobile"] == LinkProfile(60, jitter_ms=20, up_mbps=1, down_mbps=10)
+    assert LinkProfile(1, up_mbps=float("inf")) == LinkProfile(1)
+    assert LinkProfile(1).seconds_per_byte("up") == 0
+    assert LINKS["paper"].seconds_per_byte("down") == pytest.approx(8 / 50e6)
+
+
+# The proxy
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(4096):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[int]:
+    """Port of a server that sends everything back and closes after the client's end of stream."""
+    server = await asyncio.start_server(_echo, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+@pytest.fixture
+async def dead() -> int:
+    """A port where nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+async def connect(proxy: Link) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", proxy.port)
+
+
+async def round_trip(
+    ends: tuple[asyncio.StreamReader, asyncio.StreamWriter], data: bytes = b"ping"
+) -> float:
+    """Send, expect the same back, and return the seconds it took."""
+    began = time.monotonic()
+    ends[1].write(data)
+    assert await ends[0].readexactly(len(data)) == data
+    return time.monotonic() - began
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("never came true")
+
+
+async def assert_reset(reader: asyncio.StreamReader) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+
+
+async def test_bytes_arrive_intact_and_late(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(30)) as proxy:
+        assert proxy.url() == f"ws://127.0.0.1:{proxy.port}"
+        ends = await connect(proxy)
+        for _ in range(3):
+            assert await round_trip(ends) >= 0.030
+        assert proxy.delivered == {"up": 12, "down": 12}
+        assert (proxy.connections, proxy.open, proxy.refused) == (1, 1, 0)
+        ends[1].close()
+
+
+async def test_bandwidth_counts_and_half_close(echo: int) -> None:
+    """The client ends its side first; the rest still comes back, then the end of the stream."""
+    data = os.urandom(50_000)
+    profile = LinkProfile(10, up_mbps=8, down_mbps=16)
+    async with Link("127.0.0.1", echo, profile) as proxy:
+        reader, writer = await connect(proxy)
+        began = time.monotonic()
+        writer.write(data)
+        writer.write_eof()
+        assert await reader.read(-1) == data
+        assert time.monotonic() - began >= 0.010 + 0.050
+        assert proxy.delivered == {"up": len(data), "down": len(data)}
+        await eventually(lambda: proxy.open == 0)
+        writer.close()
+
+
+async def test_connections_share_the_bandwidth(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(0, up_mbps=8)) as proxy:
+        one, other = await connect(proxy), await connect(proxy)
+        took = await asyncio.gather(
+            round_trip(one, bytes(25_000)), round_trip(other, bytes(25_000))
+        )
+        assert max(took) >= 0.050
+        assert proxy.connections == 2
+        for _, writer in (one, other):
+            writer.close()
+
+
+async def test_reading_stops_when_much_is_in_flight(
+    echo: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "IN_FLIGHT", 4)
+    held: list[int] = []
+
+    class Watched(Link):
+        def hand_in(self, direction: link_module.Direction, size: int) -> float:
+            held.append(size)
+            return super().hand_in(direction, size)
+
+    async with Watched("127.0.0.1", echo, LinkProfile(20_000)) as proxy:
+        _, writer = await connect(proxy)
+        writer.write(bytes(1 << 20))
+        # four queued, one out of the queue on its way, one waiting for room
+        await eventually(lambda: len(held) == 6)
+        await asyncio.sleep(0.02)
+        assert len(held) == 6
+        writer.transport.abort()
+
+
+async def test_a_dead_target_refuses(dead: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with Link("127.0.0.1", dead, LinkProfile(0)) as proxy:
+        reader, writer = await connect(proxy)
+        await assert_reset(reader)
+        assert (proxy.connections, proxy.refused, proxy.open) == (0, 1, 0)
+        writer.close()
+    (record,) = caplog.records
+    assert f":{dead}" in record.getMessage()
+    assert record.exc_info is None
+
+
+async def test_too_many_connections_are_refused(echo: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_CONNECTIONS", 1)
+    async with Link("127.0.0.1", echo, LinkProfile(0)) as proxy:
+        first = await connect(proxy)
+        await round_trip(first)
+        reader, writer = await connect(proxy)
+        await assert_reset(reader)
+        await round_trip(first)
+        for end in (first[1], writer):
+            end.close()
+
+
+async def test_cut_resets_and_loses_what_is_in_flight(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(20_000, up_mbps=0.1)) as proxy:
+        reader, writer = await connect(proxy)
+        writer.write(bytes(100_000))
+        await eventually(lambda: proxy.hand_in("up", 0) > proxy.now() + 10)  # a queue stands
+        proxy.cut()
+        await assert_reset(reader)
+        assert proxy.delivered["up"] == 0
+        assert proxy.hand_in("up", 0) <= proxy.now() + 10  # the queue is gone
+        writer.close()
+
+
+async def test_cut_resets_the_target_too() -> None:
+    lost = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read()
+        except ConnectionResetError:
+            lost.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Link("127.0.0.1", port, LinkProfile(0)) as proxy:
+        _, writer = await connect(proxy)
+        await eventually(lambda: proxy.connections == 1)
+        proxy.cut()
+        async with asyncio.timeout(5):
+            await lost.wait()
+        again = await connect(proxy)
+        await eventually(lambda: proxy.connections == 2)
+        for end in (writer, again[1]):
+            end.close()
+
+
+async def test_a_reset_is_passed_on(echo: int) -> None:
+    """A target that resets loses the client its connection, and nothing stays open."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        link_module._reset(writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Link("127.0.0.1", port, LinkProfile(2)) as proxy:
+        reader, writer = await connect(proxy)
+        writer.write(b"x")
+        await assert_reset(reader)
+        await eventually(lambda: proxy.open == 0)
+        writer.close()
+
+
+async def test_stall_holds_bytes_in_flight_and_new_ones(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(20)) as proxy:
+        ends = await connect(proxy)
+        await round_trip(ends)
+        asyncio.get_running_loop().call_later(0.005, proxy.stall, 0.1)
+        assert await round_trip(ends) >= 0.120
+        began = proxy.now()
+        proxy.stall(0.1)
+        await round_trip(ends)
+        assert proxy.now() - began >= 0.120
+        ends[1].close()
+
+
+async def test_a_scheduled_stall(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(0, outages=[(0, 0.1)])) as proxy:
+        ends = await connect(proxy)
+        await round_trip(ends)
+        assert proxy.now() >= 0.1
+        ends[1].close()
+
+
+async def test_a_scheduled_cut_resets_then_refuses_then_ends(echo: int) -> None:
+    profile = LinkProfile(0, outages=[(0.25, 0.25)], outage_mode="cut")
+    async with Link("127.0.0.1", echo, profile) as proxy:
+        before = await connect(proxy)
+        await round_trip(before)
+        await assert_reset(before[0])
+        assert proxy.now() >= 0.25
+        during = await connect(proxy)
+        await assert_reset(during[0])
+        assert proxy.refused == 1
+        await asyncio.sleep(0.51 - proxy.now())
+        after = await connect(proxy)
+        await round_trip(after)
+        for _, writer in (before, during, after):
+            writer.close()
+
+
+async def test_leaving_resets_and_frees_the_port(echo: int) -> None:
+    async with Link("127.0.0.1", echo, LinkProfile(0)) as proxy:
+        reader, writer = await connect(proxy)
+        await round_trip((reader, writer))
+    await assert_reset(reader)
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await connect(proxy)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not [task for task in tasks if "Link" in repr(task) or "Flow" in repr(task)]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--to nowhere", ["'nowhere'", "HOST:PORT"]),
+        ("--to 127.0.0.1:99999", ["'127.0.0.1:99999'"]),
+        ("--to ::1:80", ["'::1:80'"]),
+        ("--to 127.0.0.1:0", ["--to"]),
+        ("--to 127.0.0.1:7070", ["--to 127.0.0.1:7070"]),
+        ("--to h:1 --profile papr", ["'papr'", "'paper'"]),
+        ("--to h:1 --profile MOBILE", ["did you mean", "mobile"]),
+        ("--to h:1 --rtt -1", ["rtt_ms", "-1"]),
+        ("--to h:1 --jitter 50", ["jitter_ms", "50"]),
+        ("--to h:1 --up 0", ["up_mbps"]),
+        ("--to h:1 --outage 5", ["'5'", "START:DURATION"]),
+        ("--to h:1 --outage 1:0", ["outage", "1:0"]),
+        ("--to h:1 --listen 0.0.0.0:0", ["--allow-remote"]),
+        ("--to h:1 --listen example.org:0", ["--allow-remote"]),
+    ],
+)
+def test_mistakes_are_one_line(arguments: str, words: list[str]) -> None:
+    result = CliRunner().invoke(link, arguments.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = CliRunner().invoke(link, ["--listen", at, "--to", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert (
+        result.stderr == f"Error: can't listen on {at}: the port is in use; 0 takes any free one\n"
+    )
+
+
+def test_addresses() -> None:
+    assert address("localhost:1") == ("localhost", 1)
+    assert address("[::1]:80") == ("::1", 80)
+    assert str(Address("::1", 80)) == "[::1]:80"
+    assert Address("::1", 1).loopback
+    assert Address("127.0.0.9", 1).loopback
+    assert Address("localhost", 1).loopback
+    assert not Address("0.0.0.0", 1).loopback
+    assert Link("h", 1, LINKS["lan"], host="::1", port=80).url("http") == "http://[::1]:80"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+async def test_the_command_runs_until_interrupted(echo: int) -> None:
+    code = "from e2sci.cli.link import link; link()"
+    options = f"--listen 127.0.0.1:0 --to 127.0.0.1:{echo} --rtt 4 --up inf --json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, *options.split()),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    started = (await process.stderr.readline()).decode()
+    assert "RTT 4 ms, up unlimited, down 50 Mbit/s" in started
+    port = int(started.split()[1].rpartition(":")[2])
+    ends = await asyncio.open_connection("127.0.0.1", port)
+    await round_trip(ends, b"hello")
+    process.send_signal(signal.SIGINT)
+    out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    summary = json.loads(out)
+    assert summary["up_bytes"] == summary["down_bytes"] == 5
+    assert (summary["connections"], summary["refused"]) == (1, 0)
+    assert summary["profile"]["up_mbps"] is None
+    ends[1].close()
