@@ -133,7 +133,7 @@ class World:
         self.up.clear()
         self.down.clear()
         self.passing = None
-        self._connect(self.edge.reopen())
+        self._connect(self.edge.reopen(2))
         self._send_up(self.edge.flush())
 
     # ---- events ---------------------------------------------------------------------------

@@ -6,49 +6,18 @@ import asyncio
 import dataclasses
 import difflib
 import errno
-import ipaddress
 import json
 from contextlib import AsyncExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.filesize import decimal
 
+from e2sci.cli.common import Address, BadInput, address, refuse_remote
 from e2sci.emulation.link import LINKS, Link, LinkProfile, OutageMode
 
 REFRESH_S = 0.25
-
-
-class BadInput(click.ClickException):
-    """A mistake of the caller's: one line on stderr, exit code 2."""
-
-    exit_code = 2
-
-
-class Address(NamedTuple):
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        with suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return self.host == "localhost"
-
-
-def address(value: str) -> Address:
-    """HOST:PORT, an IPv6 host in brackets; raises BadInput."""
-    host, _, port = value.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    named = host and (bracketed or ":" not in host)
-    if not (named and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise BadInput(f"{value!r} is no address; expected HOST:PORT, as in 127.0.0.1:7070")
-    return Address(host, int(port))
 
 
 def outage(value: str) -> tuple[float, float]:
@@ -134,10 +103,7 @@ def link(
         outage_mode=outage_mode,
         seed=seed,
     )
-    if not listen.loopback and not allow_remote:
-        raise BadInput(
-            f"--listen {listen} is open to other machines; add --allow-remote to mean it"
-        )
+    refuse_remote(listen, allow_remote)
     if to.port == 0 or to == listen:
         raise BadInput(f"--to {to} can't be reached; give the port the cloud listens on")
     proxy = Link(*to, profile, host=listen.host, port=listen.port)

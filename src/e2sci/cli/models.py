@@ -3,63 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import click
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
+from e2sci.cli.common import BadInput, download_bar, friendly
 from e2sci.engines import catalog, fetch
 from e2sci.engines.base import EngineError
-
-
-class ModelsError(click.ClickException):
-    """One line for the user, exit code 2."""
-
-    exit_code = 2
-
-
-@contextmanager
-def friendly() -> Iterator[None]:
-    """Turn an engine's error into its line."""
-    try:
-        yield
-    except EngineError as error:
-        raise ModelsError(str(error)) from error
-
-
-@contextmanager
-def download_bar(label: str) -> Iterator[fetch.Progress]:
-    """A progress bar on stderr, shown from the first report on."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task(label, total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 @click.group()
@@ -112,7 +64,7 @@ def verify(name: str | None) -> None:
         except EngineError as error:
             wrong.append(str(error))
     if wrong:
-        raise ModelsError("\n".join(wrong))
+        raise BadInput("\n".join(wrong))
 
 
 @models.command("path")
@@ -123,7 +75,7 @@ def path(name: str) -> None:
         for one in [entry.name for entry in catalog.matching(name)] or [name]:
             found = catalog.cached_path(one, "target")
             if found is None:
-                raise ModelsError(f"{one} has not been fetched; `e2sci models fetch {one}` does it")
+                raise BadInput(f"{one} has not been fetched; `e2sci models fetch {one}` does it")
             click.echo(found)
 
 
@@ -140,7 +92,7 @@ def _entries(name: str) -> list[catalog.Entry]:
     found = catalog.matching(name)
     if not found:
         known = ", ".join(entry.name for entry in catalog.CATALOG)
-        raise ModelsError(f"no model {name!r} in the catalogue; it has {known}")
+        raise BadInput(f"no model {name!r} in the catalogue; it has {known}")
     return found
 
 

@@ -135,7 +135,7 @@ class Outages:
             if now < end:
                 return least
             lost += end - start
-        return now - lost  # rounding must not take us back before the outage
+        return max(now - lost, least)  # rounding must not take us back before the outage
 
     def when(self, uptime: float) -> float:
         """The time at which the up-time reaches `uptime`: never within an outage."""
@@ -169,7 +169,8 @@ class Pipe:
 
     def send(self, size: int, now: float) -> float:
         """When a chunk of `size` bytes handed in at `now` arrives, by the outages known so far."""
-        return self.outages.when(self.carry(size, self.outages.uptime(now)))
+        arrival = self.outages.when(self.carry(size, self.outages.uptime(now)))
+        return max(arrival, now)  # rounding must not make it arrive before it is sent
 
     def carry(self, size: int, uptime: float) -> float:
         """`send` in up-time on both sides: stays right when outages are added later."""

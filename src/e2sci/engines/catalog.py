@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,8 +100,7 @@ def resolve(name: str, role: Role) -> Entry | HubName | Path:
     for entry in matching(name):
         if name == entry.name or entry.role == role:
             return entry
-    path = Path(name).expanduser()
-    if path.exists():
+    if path := _on_disk(name):
         return _gguf(path)
     hub = _HUB.fullmatch(name)
     if hub and not hub["repo"].endswith(".gguf") and not name.startswith("."):
@@ -131,6 +131,13 @@ def cached_path(name: str, role: Role) -> Path | None:
     if isinstance(found, HubName):
         return fetch.hub_cached(found.repo, found.file)
     return fetch.path_of(found.file) if fetch.is_cached(found.file) else None
+
+
+def _on_disk(name: str) -> Path | None:
+    with suppress(OSError, ValueError, RuntimeError):  # too long, a null byte, ~ of nobody
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    return None
 
 
 def _gguf(path: Path) -> Path:

@@ -52,6 +52,7 @@ class Origin(StrEnum):
     TOLERATED = "tolerated"  # drafted, let pass by the rule
     CORRECTED = "corrected"  # the cloud's, in place of a draft token
     FILLED = "filled"  # the cloud's, where no draft token was
+    DRAFTED = "drafted"  # the draft model's, judged by no one: drafting alone
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class EdgeSession:
         self._eos = eos
         self._vocab = vocab
         self._lost_passes = self._lost_fed = 0
+
+    @property
+    def sent_end(self) -> int:
+        """Position behind the last token that is on its way."""
+        return len(self.committed) + self.sent
 
     @property
     def output(self) -> list[int]:
@@ -186,10 +192,12 @@ class EdgeSession:
         self.finished = self.finished or message.reason
         self._cut()
 
-    def reopen(self) -> Open:
-        """The request's whole state, to go on with on a new connection; S is sent again."""
+    def reopen(self, request: int) -> Open:
+        """The request's whole state, to go on with on a new connection as number `request`; S is
+        sent again."""
         self.sent = 0
         self._lost_passes, self._lost_fed = self.stats.passes, self.stats.fed
+        self._opening = msgspec.structs.replace(self._opening, request=request)
         return msgspec.structs.replace(
             self._opening,
             committed=pack_ids(self.output),

@@ -59,12 +59,13 @@ class Hello(Message, tag=1, frozen=True, kw_only=True):
 
 class Welcome(Message, tag=2, frozen=True, kw_only=True):
     """The cloud's answer. `shared_vocab`: ids below it mean the same at both ends, and no other id
-    is ever drafted or emitted. `pass_ms`: measured (tokens, milliseconds) of a pass, ascending."""
+    is ever drafted or emitted; `fingerprint` is taken over these. `pass_ms`: measured (tokens, milliseconds) of a pass, ascending."""
 
     version: int = VERSION
     model: str
     vocab_size: int
     shared_vocab: int
+    fingerprint: str
     template: str
     context: int
     eos: tuple[int, ...]

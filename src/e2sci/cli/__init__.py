@@ -1,0 +1,35 @@
+"""`e2sci`: the command line, one file a command group."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from e2sci import __version__
+
+COMMANDS = ("cloud", "run", "demo", "models", "link", "doctor")
+
+
+class Lazy(click.Group):
+    """Imports a command's file when it is used, so that `e2sci --help` is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"e2sci.cli.{name}"), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Edge-cloud speculative decoding: a small model here and a large one elsewhere write one text.
+
+    Start with `e2sci demo`. For real use: `e2sci cloud` on the large machine, `e2sci run` on the
+    small one.
+    """

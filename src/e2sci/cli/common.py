@@ -1,0 +1,148 @@
+"""What the commands share: one-line errors, addresses, download bars, loading a model."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from e2sci.engines import fetch
+from e2sci.engines.base import Engine, EngineError
+from e2sci.engines.catalog import Role
+from e2sci.engines.load import load_engine
+from e2sci.runtime.connection import EdgeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+stderr = Console(stderr=True)
+
+
+class BadInput(click.ClickException):
+    """A mistake of the caller's, or of the world around: one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+@contextmanager
+def friendly() -> Iterator[None]:
+    """Turn the errors that a user can mend into their line."""
+    try:
+        yield
+    except (EngineError, EdgeError, ValueError) as error:
+        raise BadInput(str(error)) from error
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+
+def address(value: str) -> Address:
+    """HOST:PORT, an IPv6 host in brackets; raises BadInput."""
+    host, _, port = value.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    named = host and (bracketed or ":" not in host)
+    if not (named and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise BadInput(f"{value!r} is no address; expected HOST:PORT, as in 127.0.0.1:7070")
+    return Address(host, int(port))
+
+
+def refuse_remote(listen: Address, allowed: bool) -> None:
+    """Only loopback unless the user says so. Raises BadInput."""
+    if not listen.loopback and not allowed:
+        raise BadInput(
+            f"--listen {listen} is open to other machines; add --allow-remote to mean it"
+        )
+
+
+@contextmanager
+def download_bar(label: str) -> Iterator[fetch.Progress]:
+    """A progress bar on stderr, shown from the first report on."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(label, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def model_options(context: int) -> Callable[[F], F]:
+    """The options of every command that loads a model."""
+
+    def add(command: F) -> F:
+        for option in (
+            click.option(
+                "--gpu-layers", type=int, default=0, show_default=True, help="On the GPU; -1: all."
+            ),
+            click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all."),
+            click.option(
+                "--context",
+                type=click.IntRange(16),
+                default=context,
+                show_default=True,
+                help="Tokens a text can have, prompt included.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def load(
+    name: str, role: Role, *, context: int, threads: int | None, gpu_layers: int, slots: int = 1
+) -> Engine:
+    """Load a model with progress on stderr. Raises BadInput."""
+    with friendly(), download_bar(name) as progress:
+        return load_engine(
+            name,
+            role,
+            context=context,
+            slots=slots,
+            threads=threads or _cores(),
+            gpu_layers=gpu_layers,
+            progress=progress,
+        )
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,278 @@
+"""`e2sci run`: one prompt, streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from e2sci.cli.common import BadInput, friendly, load, model_options, stderr
+from e2sci.engines.base import Engine
+from e2sci.engines.load import DEFAULT
+from e2sci.runtime.edge import Edge, options_from
+from e2sci.runtime.options import Options, Piece, Result
+from e2sci.runtime.request import CloudLost
+from e2sci.session.edge import Commit, Origin
+from e2sci.session.messages import Judged
+
+STYLES = {
+    Origin.AGREED: "green",
+    Origin.TOLERATED: "yellow",
+    Origin.CORRECTED: "red",
+    Origin.FILLED: "blue",
+    Origin.DRAFTED: "cyan",
+}
+LEGEND = {
+    Origin.AGREED: "drafted and agreed",
+    Origin.TOLERATED: "drafted and tolerated",
+    Origin.CORRECTED: "corrected",
+    Origin.FILLED: "filled by the cloud",
+    Origin.DRAFTED: "drafted, unverified",
+}
+CLOUD_LOST = 3
+"""Exit code when the cloud goes away in the middle of an answer."""
+
+
+class BiasParam(click.ParamType):
+    """ID=VALUE."""
+
+    name = "ID=VALUE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
+        token, _, bias = str(value).partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is no bias; expected ID=VALUE, as in 151643=-100", param, ctx)
+
+
+@click.command()
+@click.argument("prompt")
+@click.option(
+    "--cloud", default="ws://127.0.0.1:7071", show_default=True, help="The cloud's WebSocket URL."
+)
+@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@click.option(
+    "--mode",
+    type=click.Choice(["cloud", "draft", "sync", "pipelined"]),
+    default="pipelined",
+    show_default=True,
+    help="Target alone, draft alone, classic speculative decoding, or overlapping.",
+)
+@click.option(
+    "--accept",
+    type=click.Choice(["strict", "rejection", "fuzzy", "elastic", "typical"]),
+    default="strict",
+    show_default=True,
+    help="The acceptance rule; strict changes nothing in the target's text.",
+)
+@click.option(
+    "--measure",
+    type=click.Choice(["js", "kl", "tv", "js_fsd", "regret"]),
+    default="js",
+    show_default=True,
+    help="What fuzzy and elastic compare with the threshold.",
+)
+@click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
+@click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
+@click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]")
+@click.option("--lookahead", type=int, default=64, show_default=True, help="Unjudged tokens.")
+@click.option(
+    "--fill/--no-fill",
+    default=None,
+    help="Let the cloud decode while no draft is there.  [default: pipelined only]",
+)
+@click.option("--max-tokens", type=int, default=256, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: off.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True)
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--logit-bias", type=BiasParam(), multiple=True, help="May be repeated.")
+@click.option("--stop", multiple=True, help="End the text before this; may be repeated.")
+@click.option("--system", help="A system message.")
+@click.option("--raw", is_flag=True, help="No chat template: go on with PROMPT as it is.")
+@click.option("--show-origin", is_flag=True, help="Colour each token by where it came from.")
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a JSON line per judged position.",
+)
+@click.option(
+    "--wait",
+    type=float,
+    default=15.0,
+    show_default=True,
+    help="Seconds to keep trying for a cloud that is lost in mid-answer.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options(4096)
+def run(
+    prompt: str,
+    cloud: str,
+    draft: str,
+    trace_file: Path | None,
+    wait: float,
+    as_json: bool,
+    show_origin: bool,
+    logit_bias: tuple[tuple[int, float], ...],
+    context: int,
+    threads: int | None,
+    gpu_layers: int,
+    **settings: Any,
+) -> None:
+    """Write an answer to PROMPT (- reads it from standard input) with a draft model here and a
+    target model at --cloud.
+
+    \b
+    e2sci run "Write a haiku about rivers"
+    e2sci run "Is 97 prime?" --accept elastic --measure regret --show-origin
+
+    Exit codes: 0 done; 2 bad input or no cloud; 3 the cloud was lost in mid-answer (what it said is
+    printed); 130 interrupted.
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if as_json and show_origin:
+        raise BadInput("--json prints no colours; drop --show-origin")
+    with friendly():
+        settings["stop"] = tuple(settings["stop"])
+        settings["logit_bias"] = dict(logit_bias)
+        options = options_from(Options(), {**settings, "trace": trace_file is not None})
+        if not prompt.strip():
+            raise ValueError("the prompt is empty; give some text")
+    with ExitStack() as stack:
+        trace = stack.enter_context(_writable(trace_file)) if trace_file else None
+        engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
+        stack.callback(engine.close)
+        url = None if options.mode == "draft" else cloud
+        out = None if as_json else Printer(engine, show_origin)
+        result, error = _generate(url, engine, prompt, options, wait, out)
+        if trace is not None and result is not None:
+            _write_trace(trace, result.trace)
+    _report(result, error, as_json)
+
+
+class Printer:
+    """Pieces of text to standard output, coloured by origin if asked."""
+
+    def __init__(self, engine: Engine, coloured: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._engine = engine
+        self._coloured = coloured
+        self._seen: set[Origin] = set()
+
+    def show(self, piece: Piece) -> None:
+        if self._coloured:
+            self._seen |= {c.origin for c in piece.commits}
+            self._console.print(coloured(self._engine, piece.commits), end="")
+        else:
+            click.echo(piece.text, nl=False)
+
+    def close(self) -> None:
+        click.echo()
+        if self._seen:
+            legend = [Text(LEGEND[o], STYLES[o]) for o in Origin if o in self._seen]
+            stderr.print(Text(" · ").join(legend))
+
+
+def coloured(engine: Engine, commits: list[Commit]) -> Text:
+    """Tokens in the colours of their origins; a split character shows with its last byte."""
+    text = Text()
+    for run in _whole_characters(engine, commits):
+        data = b"".join(engine.tokenizer.piece(c.token) for c in run)
+        text.append(data.decode("utf-8", errors="replace"), STYLES[run[-1].origin])
+    return text
+
+
+def _whole_characters(engine: Engine, commits: list[Commit]) -> list[list[Commit]]:
+    runs: list[list[Commit]] = []
+    whole = True
+    for commit in commits:
+        runs = [*runs, [commit]] if whole else [*runs[:-1], [*runs[-1], commit]]
+        data = b"".join(engine.tokenizer.piece(c.token) for c in runs[-1])
+        try:
+            data.decode()
+            whole = True
+        except UnicodeDecodeError as error:
+            whole = error.reason != "unexpected end of data"
+    return runs
+
+
+def _generate(
+    url: str | None, engine: Engine, prompt: str, options: Options, wait: float, out: Printer | None
+) -> tuple[Result | None, Exception | None]:
+    """Run to the end. The error is CloudLost, or none; others are raised as BadInput."""
+
+    async def main() -> Result | None:
+        async with Edge(url, engine, patience=wait, options=options) as edge:
+            if url is not None:
+                for notice in await edge.connect():
+                    stderr.print(f"note: {notice}", style="yellow")
+            async for piece in edge.stream(prompt):
+                if out is not None:
+                    out.show(piece)
+                if piece.result is not None:
+                    return piece.result
+        return None
+
+    try:
+        with friendly():
+            return asyncio.run(main()), None
+    except BadInput as error:
+        if isinstance(error.__cause__, CloudLost):
+            return error.__cause__.result, error.__cause__
+        raise
+    finally:
+        if out is not None:
+            out.close()
+
+
+def _report(result: Result | None, error: Exception | None, as_json: bool) -> None:
+    if result is not None and as_json:
+        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+    elif result is not None:
+        stderr.print(summary(result), style="dim")
+    if error is not None:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(CLOUD_LOST)
+
+
+def summary(result: Result) -> str:
+    """One line of figures."""
+    s = result.stats
+    parts = [f"{len(result.token_ids)} tokens in {s.seconds:.1f} s", f"{s.tokens_per_s:.1f} tok/s"]
+    if s.acceptance_rate is not None:
+        parts.append(f"{s.acceptance_rate:.0%} of judged drafts accepted")
+    if s.cloud_passes and result.token_ids:
+        parts.append(f"{s.cloud_passes / len(result.token_ids):.2f} passes a token")
+    if s.reconnects:
+        parts.append(f"{s.reconnects} reconnects")
+    return " · ".join(parts)
+
+
+def _writable(path: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"can't write {path}: {error.strerror}") from None
+
+
+def _write_trace(file: IO[str], records: list[Judged]) -> None:
+    for record in records:
+        names = record.__struct_fields__
+        file.write(json.dumps(dict(zip(names, msgspec.structs.astuple(record), strict=True))))
+        file.write(os.linesep)

@@ -1,0 +1,228 @@
+"""The edge's connection to a cloud: handshake, routing by request, reconnecting with backoff.
+
+One channel serves all requests of an edge. When it breaks, everyone with a request open is told
+(`ConnectionLost` in its inbox); whoever comes first calls `ensure()` and thereby reconnects for
+all. What to say again on the new channel is each request's own business: it holds its whole state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
+from tenacity.stop import stop_after_delay
+
+from e2sci.engines.base import Engine, Fingerprint, ModelInfo, fingerprint
+from e2sci.runtime.cloud import different_vocabularies, template_hash
+from e2sci.runtime.transport import OPEN_SECONDS, Channel, ChannelClosed, framed
+from e2sci.session.messages import (
+    Error,
+    Finished,
+    Hello,
+    Message,
+    Opened,
+    ProtocolError,
+    Verdict,
+    Welcome,
+    decode_message,
+    encode_message,
+)
+
+log = logging.getLogger("e2sci.edge")
+
+Connector = Callable[[], Awaitable[Channel]]
+ForRequest = Opened | Verdict | Finished | Error
+
+
+class EdgeError(Exception):
+    """A generation can't go on; the message is for the user."""
+
+
+class CloudUnreachable(EdgeError):
+    """No connection came about within the time allowed."""
+
+
+class Refused(EdgeError):
+    """The cloud has said no. `code` is one word for machines (docs/protocol.md)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ConnectionLost(Exception):
+    """The channel broke while a request was open."""
+
+
+class Inbox:
+    """What has come for one request, with the bytes it took; `wake` is set whenever more comes."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.items: list[ForRequest | ConnectionLost] = []
+        self.bytes = 0
+
+    def put(self, item: ForRequest | ConnectionLost, size: int = 0) -> None:
+        self.items.append(item)
+        self.bytes += size
+        self.wake.set()
+
+    def take(self) -> list[ForRequest | ConnectionLost]:
+        items, self.items = self.items, []
+        return items
+
+
+class Connection:
+    """A connection that is there when needed. `connector` opens a channel; `patience`: seconds to
+    keep trying for; `notices`: what the user should know about the pair of models."""
+
+    def __init__(self, connector: Connector, engine: Engine, patience: float) -> None:
+        self.notices: list[str] = []
+        self.reconnects = 0
+        self.welcome: Welcome | None = None
+        self._connector = connector
+        self._info: ModelInfo = engine.info
+        self._fingerprint: Fingerprint = fingerprint(engine)
+        self._patience = patience
+        self._channel: Channel | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._inboxes: dict[int, Inbox] = {}
+        self._latest = 0
+        self._lock = asyncio.Lock()
+
+    async def ensure(self, *, patience: float | None = None) -> Welcome:
+        """Connect if need be. Raises CloudUnreachable, or Refused when the pair can't work."""
+        async with self._lock:
+            if self._channel is None:
+                allowed = self._patience if patience is None else patience
+                try:
+                    await self._retry(allowed)
+                except RetryError as error:
+                    reason = error.last_attempt.exception()
+                    raise CloudUnreachable(f"{reason} (tried for {allowed:.0f} s)") from None
+            assert self.welcome is not None
+            return self.welcome
+
+    async def _retry(self, allowed: float) -> None:
+        async for attempt in AsyncRetrying(
+            stop=stop_after_delay(allowed),
+            wait=wait_random_exponential(multiplier=0.1, max=2),
+            retry=retry_if_exception_type(ChannelClosed),
+        ):
+            with attempt:
+                await self._open()
+
+    def request(self, inbox: Inbox) -> int:
+        """A fresh request number whose messages go to `inbox`."""
+        self._latest += 1
+        self._inboxes[self._latest] = inbox
+        return self._latest
+
+    def forget(self, request: int) -> None:
+        """Messages for `request` are dropped from now on."""
+        self._inboxes.pop(request, None)
+
+    async def send(self, message: Message) -> int:
+        """Send a message; its bytes on the wire. Raises ConnectionLost."""
+        if self._channel is None:
+            raise ConnectionLost
+        try:
+            return await self._channel.send(encode_message(message))
+        except ChannelClosed as error:
+            raise ConnectionLost(str(error)) from None
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._reader
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    # ---- opening --------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        channel = await self._connector()
+        try:
+            welcome = await asyncio.wait_for(self._shake_hands(channel), OPEN_SECONDS)
+        except BaseException as error:
+            await channel.close()
+            if isinstance(error, TimeoutError):
+                raise ChannelClosed("the cloud did not answer the handshake") from None
+            raise
+        self.reconnects += self.welcome is not None
+        if self.welcome is None:
+            self.notices = self._compare(welcome)
+        self.welcome, self._channel = welcome, channel
+        self._reader = asyncio.create_task(self._read(channel))
+
+    async def _shake_hands(self, channel: Channel) -> Welcome:
+        hello = Hello(
+            model=self._info.name,
+            real_vocab=self._info.real_vocab,
+            fingerprint=self._fingerprint.at(self._info.real_vocab),
+            template=template_hash(self._info.template),
+        )
+        await channel.send(encode_message(hello))
+        try:
+            answer = decode_message(await channel.receive())
+            if isinstance(answer, Error):
+                raise Refused(answer.code, answer.message)
+            if not isinstance(answer, Welcome):
+                raise Refused("malformed", f"the cloud answered with {type(answer).__name__}")
+            if answer.version != hello.version:
+                raise Refused(
+                    "version",
+                    f"the cloud speaks protocol version {answer.version}, this edge "
+                    f"{hello.version}; install the same e2sci release at both ends",
+                )
+            if self._fingerprint.at(answer.shared_vocab) != answer.fingerprint:
+                raise different_vocabularies(self._info.name, answer.model)
+        except ProtocolError as error:
+            raise Refused(error.code, str(error)) from None
+        return answer
+
+    def _compare(self, welcome: Welcome) -> list[str]:
+        notices = []
+        if welcome.vocab_size != self._info.vocab_size:
+            notices.append(
+                f"vocabularies are padded differently ({self._info.vocab_size} and "
+                f"{welcome.vocab_size} ids): only the {welcome.shared_vocab} shared ones are used"
+            )
+        ours = template_hash(self._info.template)
+        if welcome.template != ours:
+            notices.append(
+                f"{self._info.name} and {welcome.model} have different chat templates; "
+                f"the prompt is written with the one of {self._info.name}"
+            )
+        return notices
+
+    # ---- reading --------------------------------------------------------------------------
+
+    async def _read(self, channel: Channel) -> None:
+        reason = ""
+        try:
+            while True:
+                frame = await channel.receive()
+                self._route(decode_message(frame), framed(len(frame), masked=False))
+        except (ChannelClosed, ProtocolError) as error:
+            reason = str(error)
+        log.warning("connection to the cloud lost: %s", reason)
+        self._channel = None
+        await channel.close()
+        for inbox in self._inboxes.values():
+            inbox.put(ConnectionLost(reason))
+
+    def _route(self, message: object, size: int) -> None:
+        if isinstance(message, Error) and message.request == 0:
+            raise ProtocolError(message.code, message.message)
+        if isinstance(message, ForRequest):
+            inbox = self._inboxes.get(message.request)
+            if inbox is not None:
+                inbox.put(message, size)
+        else:
+            raise ProtocolError("malformed", f"a cloud doesn't send {type(message).__name__} now")

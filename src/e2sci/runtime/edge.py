@@ -1,0 +1,252 @@
+"""The edge: a draft model, a connection to a cloud, and `generate` / `stream` on top.
+
+    async with Edge("ws://127.0.0.1:7071", engine) as edge:
+        async for piece in edge.stream("Why is the sky blue?", max_tokens=100):
+            print(piece.text, end="")
+        result = await edge.generate("And the sea?", accept="elastic")
+
+    with BlockingEdge("ws://127.0.0.1:7071", engine) as edge:      # without asyncio
+        print(edge.generate("Why is the sky blue?").text)
+
+Any number of generations may run at once; they share the connection and the draft engine's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from e2sci.decoding.distribution import Dense
+from e2sci.decoding.sampling import History, SamplingParams, pick
+from e2sci.engines.base import Engine, Step
+from e2sci.runtime.connection import Connection, EdgeError
+from e2sci.runtime.drafter import Drafter
+from e2sci.runtime.options import Options, Piece, Result, Stats
+from e2sci.runtime.request import Record, Request
+from e2sci.runtime.text import Chat, TextStream, prompt_ids
+from e2sci.runtime.transport import Channel, connect
+from e2sci.runtime.worker import Worker
+from e2sci.session.edge import Commit, Origin
+
+_SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
+_OPTIONS = {f.name for f in fields(Options)}
+
+
+def options_from(base: Options, changes: dict[str, Any]) -> Options:
+    """`base` with options and sampling parameters replaced by name. Raises ValueError."""
+    unknown = sorted(changes.keys() - _OPTIONS - _SAMPLING)
+    if unknown:
+        raise ValueError(f"no such option: {', '.join(unknown)}")
+    sampling = {k: v for k, v in changes.items() if k in _SAMPLING}
+    rest = {k: v for k, v in changes.items() if k in _OPTIONS}
+    if sampling:
+        chosen = rest.get("sampling", base.sampling)
+        # Not structs.replace: the constructor checks ranges.
+        rest["sampling"] = SamplingParams(**{**msgspec.structs.asdict(chosen), **sampling})
+    return replace(base, **rest)
+
+
+class Edge:
+    """A draft engine that writes with a cloud. Use as an async context manager.
+
+    `cloud`: a WebSocket URL, a function that opens a channel, or None for `mode="draft"` only.
+    `engine`: the draft model; for `mode="cloud"` only its tokenizer is used. `patience`: seconds
+    for which a lost or absent cloud is waited for. `options`: defaults of every generation.
+    """
+
+    def __init__(
+        self,
+        cloud: str | Callable[[], Awaitable[Channel]] | None,
+        engine: Engine,
+        *,
+        patience: float = 15.0,
+        options: Options | None = None,
+    ) -> None:
+        self.engine = engine
+        self.options = options or Options()
+        self._worker = Worker("draft")
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._connection: Connection | None = None
+        if cloud is not None:
+            connector = partial(connect, cloud) if isinstance(cloud, str) else cloud
+            self._connection = Connection(connector, engine, patience)
+
+    async def __aenter__(self) -> Edge:
+        for sequence in range(self.engine.slots):
+            self._free.put_nowait(sequence)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+        self._worker.close()
+
+    async def connect(self, *, patience: float = 0.0) -> list[str]:
+        """Connect now, not at the first generation; returns notices about the pair of models.
+
+        Raises CloudUnreachable, or Refused when the two can't work together.
+        """
+        connection = self._cloud()
+        await connection.ensure(patience=patience)
+        return connection.notices
+
+    async def stream(self, prompt: str | Chat, **changes: Any) -> AsyncIterator[Piece]:
+        """Generate; text and tokens as they become final. The last piece carries the `result`.
+
+        `changes`: fields of Options and of SamplingParams. Raises ValueError on bad input and
+        EdgeError (CloudUnreachable, Refused, CloudLost with the text so far) when it can't go on.
+        """
+        options = options_from(self.options, changes)
+        ids = prompt_ids(self.engine, prompt, system=options.system, raw=options.raw)
+        pieces = (
+            self._locally(ids, options) if options.mode == "draft" else self._both(ids, options)
+        )
+        async for piece in pieces:
+            yield piece
+
+    async def generate(self, prompt: str | Chat, **changes: Any) -> Result:
+        """`stream` to its end; the whole result."""
+        async for piece in self.stream(prompt, **changes):
+            if piece.result is not None:
+                return piece.result
+        raise EdgeError("the stream ended without a result")
+
+    # ---- ways to generate -----------------------------------------------------------------
+
+    async def _both(self, ids: list[int], options: Options) -> AsyncIterator[Piece]:
+        connection = self._cloud()
+        welcome = await connection.ensure()
+        context = welcome.context
+        if options.mode != "cloud":
+            context = min(context, self.engine.info.context)
+        limit = self._limit(ids, options, context)
+        eos = frozenset(welcome.eos)
+        record = Record(TextStream(self.engine.tokenizer, options.stop), eos)
+        async with AsyncExitStack() as stack:
+            drafter = None
+            if options.mode != "cloud":
+                drafter = Drafter(
+                    self.engine,
+                    await self._sequence(stack),
+                    rule=options.rule,
+                    sampling=options.sampling,
+                    vocab=welcome.shared_vocab,
+                    trace=options.trace,
+                )
+            request = Request(
+                connection, welcome, self._worker, drafter, record, ids, options, limit
+            )
+            pieces = request.pieces()
+            try:
+                async for piece in pieces:
+                    yield piece
+            finally:
+                await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def _locally(self, ids: list[int], options: Options) -> AsyncIterator[Piece]:
+        """The draft model alone."""
+        info = self.engine.info
+        limit = self._limit(ids, options, info.context)
+        record = Record(TextStream(self.engine.tokenizer, options.stop), info.eos_ids)
+        history, reason = History(ids), "length"
+        async with AsyncExitStack() as stack:
+            sequence = await self._sequence(stack)
+            feed = ids
+            for _ in range(limit):
+                step = Step(sequence, feed)
+                [[p]] = await self._worker.submit(lambda step=step: self.engine.forward([step]))  # type: ignore[misc]
+                p = p.limited(info.real_vocab) if isinstance(p, Dense) else p
+                token = pick(p, options.sampling, history)
+                commit = Commit(len(history), token, Origin.DRAFTED)
+                history.append(token)
+                yield record.add([commit])
+                if token in info.eos_ids or record.stopped:
+                    reason = "stop"
+                    break
+                feed = [token]
+        rest = record.close()
+        stats = Stats(
+            mode="draft",
+            accept=options.accept,
+            drafted=len(record.ids),
+            **record.times(),  # type: ignore[arg-type]
+        )
+        result = Result(record.text, record.ids, reason, len(ids), stats, record.commits)
+        yield Piece(rest, [], result)
+
+    # ---- resources ------------------------------------------------------------------------
+
+    def _cloud(self) -> Connection:
+        if self._connection is None:
+            raise ValueError("this edge has no cloud; give a URL, or use mode='draft'")
+        return self._connection
+
+    async def _sequence(self, stack: AsyncExitStack) -> int:
+        """A free sequence of the draft engine, given back (emptied) when `stack` closes."""
+        sequence = await self._free.get()
+
+        def give_back() -> None:
+            with suppress(RuntimeError):  # the worker is closed when the edge is
+                self._worker.submit(lambda: self.engine.truncate(sequence, 0))
+            self._free.put_nowait(sequence)
+
+        stack.callback(give_back)
+        return sequence
+
+    def _limit(self, ids: list[int], options: Options, context: int) -> int:
+        if len(ids) >= context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; the context holds {context} and needs room "
+                "for at least one more: shorten it, or raise --context at both ends"
+            )
+        return min(options.max_tokens, context - len(ids))
+
+
+class BlockingEdge:
+    """An `Edge` without asyncio: the same arguments, on an event loop in a thread of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._edge = Edge(*args, **kwargs)
+
+    def __enter__(self) -> BlockingEdge:
+        self._thread.start()
+        self._run(self._edge.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._edge.__aexit__())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(self, prompt: str | Chat, **changes: Any) -> Result:
+        """As Edge.generate."""
+        result: Result = self._run(self._edge.generate(prompt, **changes))
+        return result
+
+    def stream(self, prompt: str | Chat, **changes: Any) -> Iterator[Piece]:
+        """As Edge.stream."""
+        pieces = self._edge.stream(prompt, **changes)
+        try:
+            while True:
+                try:
+                    yield self._run(anext(pieces))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._run(pieces.aclose())  # type: ignore[attr-defined]
+
+    def _run(self, call: Any) -> Any:
+        async def wrapped() -> Any:
+            return await call
+
+        return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result()

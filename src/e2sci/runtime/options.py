@@ -1,0 +1,175 @@
+"""What a caller may ask of a generation, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from e2sci.decoding.acceptance import Measure, RuleName, RuleParams
+from e2sci.decoding.credit import CreditParams
+from e2sci.decoding.sampling import SamplingParams
+from e2sci.session.edge import Commit
+from e2sci.session.messages import MAX_WINDOW, Judged
+
+Mode = Literal["cloud", "draft", "sync", "pipelined"]
+
+DEFAULT_WINDOW = {"sync": 5, "pipelined": 4}
+"""Draft tokens a window. Sync: the usual setting of speculative decoding. Pipelined: small, since
+windows don't wait for each other and a rejection is then known sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One generation. Raises ValueError on contradictory or out-of-range settings.
+
+    `mode`: `cloud` (target alone, streamed), `draft` (draft alone, no cloud), `sync` (classic
+    speculative decoding) or `pipelined`. `accept`: the acceptance rule; `strict` changes nothing in
+    the target's text. `measure`, `threshold` (nats): of fuzzy and elastic; a threshold given to
+    elastic is its T_base, and T stays between a quarter of it and 1.75 times it (ours: the ratios
+    of the default bounds). `window`: draft tokens sent together; `lookahead`: unjudged tokens at
+    most. `fill`: let the cloud decode by itself while no draft is there (None: in pipelined mode).
+    `stop`: texts that end the output. `raw`: no chat template. `trace`: record every judgement.
+    """
+
+    mode: Mode = "pipelined"
+    accept: RuleName = "strict"
+    measure: Measure = "js"
+    threshold: float | None = None
+    budget: float | None = None
+    window: int | None = None
+    lookahead: int = 64
+    fill: bool | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    system: str | None = None
+    raw: bool = False
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        _within("window", self.window, 1, MAX_WINDOW)
+        _within("lookahead", self.lookahead, 1, MAX_WINDOW)
+        _within("max_tokens", self.max_tokens, 1, 1 << 18)
+        if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
+            raise ValueError("stop takes up to 16 texts of 1 to 256 characters")
+        self._contradictions()
+        _ = self.rule, self.credit
+
+    def _contradictions(self) -> None:
+        thresholded = self.accept in ("fuzzy", "elastic")
+        if self.mode in ("cloud", "draft"):
+            alone = "the target alone" if self.mode == "cloud" else "the draft alone"
+            for name in ("window", "threshold", "budget", "fill"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"mode {self.mode} is {alone}: drop {name}")
+            if self.accept != "strict":
+                raise ValueError(f"mode {self.mode} is {alone}: drop accept={self.accept}")
+        if self.threshold is not None and not thresholded:
+            raise ValueError(
+                f"{self.accept} has no threshold; use it with accept=fuzzy or accept=elastic"
+            )
+        if self.measure != "js" and not thresholded:
+            raise ValueError(f"{self.accept} has no measure; use it with fuzzy or elastic")
+        if self.budget is not None and self.accept != "elastic":
+            raise ValueError("a quality budget goes with accept=elastic")
+        if self.trace and self.mode in ("cloud", "draft"):
+            raise ValueError(f"mode {self.mode} judges nothing, so there is no trace")
+
+    @property
+    def rule(self) -> RuleParams:
+        return RuleParams(name=self.accept, measure=self.measure)
+
+    @property
+    def credit(self) -> CreditParams:
+        window = min(self.window_size, 16)
+        t = self.threshold
+        if self.accept == "fuzzy":
+            return CreditParams.constant(0.2 if t is None else t, window=window)
+        if t is None:
+            return CreditParams(window=window, budget=self.budget)
+        if t < 0:
+            raise ValueError(f"threshold is {t}; expected 0 nats or more")
+        return CreditParams(
+            window=window, t_base=t, t_min=t / 4, t_max=1.75 * t, budget=self.budget
+        )
+
+    @property
+    def window_size(self) -> int:
+        return self.window or DEFAULT_WINDOW.get(self.mode, 4)
+
+    @property
+    def fills(self) -> bool:
+        if self.mode == "cloud":
+            return True
+        return self.mode == "pipelined" if self.fill is None else self.fill
+
+
+def _within(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ValueError(f"{name} is {value}; expected {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one generation; counts are of what was delivered.
+
+    `tokens_per_s`: completion tokens over `seconds` (from the request to the last token; models are
+    loaded before). `acceptance_rate`: accepted of all judged draft tokens. `wasted_drafts`: drafted
+    and never committed. `cloud_tokens`: tokens the target was fed, without the prompt.
+    """
+
+    mode: str
+    accept: str
+    seconds: float
+    ttft_s: float | None
+    tokens_per_s: float
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_rate: float | None = None
+    windows: int = 0
+    cloud_passes: int = 0
+    cloud_tokens: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    wasted_drafts: int = 0
+    corrections: int = 0
+    filled: int = 0
+    credit: float | None = None
+    threshold: float | None = None
+    reconnects: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text. `token_ids` hold no EOS; with a stop string they reach to the token that
+    completed it, while `text` ends before it. `finish_reason`: stop, length, cancelled or lost."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    stats: Stats
+    commits: list[Commit] = field(default_factory=list, repr=False)
+    trace: list[Judged] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The shape of `e2sci run --json`."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": len(self.token_ids),
+            },
+            "stats": dict(vars(self.stats)),
+        }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a stream: text that is now certain, and the tokens committed with it."""
+
+    text: str
+    commits: list[Commit]
+    result: Result | None = None

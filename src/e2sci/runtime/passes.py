@@ -1,0 +1,62 @@
+"""How long a target pass takes by its size, and how many drafts are worth judging in one.
+
+On a large GPU a pass over 32 tokens takes hardly longer than one over a single token; on a CPU it
+takes ten times as long. So the cloud measures at start and sizes its passes by it: with α the
+recent acceptance and c(n) the time of a pass over n tokens, it judges the number of drafts that
+maximises expected tokens per second, (1 + α + … + αⁿ) / c(n + 1)   (ours).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from e2sci.engines.base import Engine, Step
+
+SIZES = (1, 2, 4, 8, 16, 32)
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Measured (tokens, milliseconds), ascending by tokens, at least one."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def ms(self, tokens: int) -> float:
+        """Time of a pass over `tokens`, interpolated; beyond the last point by its slope."""
+        sizes, times = zip(*self.points, strict=True)
+        if tokens <= sizes[-1] or len(sizes) == 1:
+            return float(np.interp(tokens, sizes, times))
+        slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+        return float(times[-1] + max(0.0, slope) * (tokens - sizes[-1]))
+
+    def best_drafts(self, acceptance: float, waiting: int) -> int:
+        """How many of `waiting` drafts to judge in the next pass, at least one of them."""
+        best, best_rate, expected = 1, 0.0, 1.0
+        for n in range(1, waiting + 1):
+            expected += acceptance**n
+            rate = expected / self.ms(n + 1)
+            if rate > best_rate:
+                best, best_rate = n, rate
+        return best
+
+
+def measure_passes(engine: Engine) -> PassTimes:
+    """Time passes of each size on an empty cache; medians. Takes some twenty passes."""
+    points = []
+    token = min(100, engine.info.real_vocab - 1)
+    for size in SIZES:
+        if size * 2 > engine.info.context:
+            break
+        seconds = []
+        for repeat in range(_REPEATS + 1):
+            began = time.perf_counter()
+            engine.forward([Step(0, [token] * size, size)])
+            if repeat:  # the first call of a size may set things up
+                seconds.append(time.perf_counter() - began)
+            engine.truncate(0, 0)
+        points.append((size, 1000 * float(np.median(seconds))))
+    return PassTimes(tuple(points))

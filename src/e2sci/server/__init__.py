@@ -1,0 +1,1 @@
+"""What listens on a port."""
