@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -17,7 +19,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2sci.cli.link import Address, address, link
+from e2sci.cli.common import Address, address
+from e2sci.cli.link import link
 from e2sci.emulation import link as link_module
 from e2sci.emulation.link import LINKS, Link, LinkProfile, Outages, Pipe
 
@@ -158,6 +161,16 @@ def test_up_time_and_time_are_each_others_inverse(
         assert back == pytest.approx(now, abs=EPS)
 
 
+def test_rounding_leads_neither_into_an_outage_nor_before_it() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        clock = Outages([(draw.uniform(0, 9), draw.uniform(0, 1)) for _ in range(5)])
+        for now in (edge for span in clock.spans for edge in span):
+            back = clock.when(clock.uptime(now))
+            assert not clock.down(back)
+            assert back >= now - EPS
+
+
 def test_overlapping_outages_are_one() -> None:
     assert Outages([(3, 1), (1, 1), (1.5, 1), (2.5, 0.1)]).spans == [(1, 2.6), (3, 4)]
 
@@ -271,6 +284,21 @@ async def test_bandwidth_counts_and_half_close(echo: int) -> None:
         writer.close()
 
 
+async def test_a_slow_reader_still_gets_everything(echo: int) -> None:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    async with Link("127.0.0.1", echo, LinkProfile(0)) as proxy:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", proxy.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        writer.write(bytes(200_000))
+        writer.write_eof()
+        await eventually(lambda: proxy.delivered["down"] == 200_000)
+        await asyncio.sleep(0.02)
+        assert await reader.read(-1) == bytes(200_000)
+        writer.close()
+
+
 async def test_connections_share_the_bandwidth(echo: int) -> None:
     async with Link("127.0.0.1", echo, LinkProfile(0, up_mbps=8)) as proxy:
         one, other = await connect(proxy), await connect(proxy)
@@ -362,7 +390,7 @@ async def test_cut_resets_the_target_too() -> None:
             end.close()
 
 
-async def test_a_reset_is_passed_on(echo: int) -> None:
+async def test_a_reset_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     """A target that resets loses the client its connection, and nothing stays open."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -377,6 +405,8 @@ async def test_a_reset_is_passed_on(echo: int) -> None:
         await assert_reset(reader)
         await eventually(lambda: proxy.open == 0)
         writer.close()
+    gc.collect()  # an exception nobody asked for would be logged now
+    assert not caplog.records
 
 
 async def test_stall_holds_bytes_in_flight_and_new_ones(echo: int) -> None:
@@ -451,7 +481,10 @@ async def test_leaving_resets_and_frees_the_port(echo: int) -> None:
         ("--to h:1 --listen example.org:0", ["--allow-remote"]),
     ],
 )
-def test_mistakes_are_one_line(arguments: str, words: list[str]) -> None:
+def test_mistakes_are_one_line(
+    arguments: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("e2sci.cli.link.Link", None)  # nothing may start
     result = CliRunner().invoke(link, arguments.split())
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -42,7 +42,7 @@ CLOUD_LOST = 3
 """Exit code when the cloud goes away in the middle of an answer."""
 
 
-class BiasParam(click.ParamType):
+class BiasParam(click.ParamType[tuple[int, float]]):
     """ID=VALUE."""
 
     name = "ID=VALUE"
@@ -173,9 +173,11 @@ class Printer:
         self._console = Console(highlight=False, soft_wrap=True)
         self._engine = engine
         self._coloured = coloured
+        self._began = False
         self._seen: set[Origin] = set()
 
     def show(self, piece: Piece) -> None:
+        self._began = True
         if self._coloured:
             self._seen |= {c.origin for c in piece.commits}
             self._console.print(coloured(self._engine, piece.commits), end="")
@@ -183,7 +185,8 @@ class Printer:
             click.echo(piece.text, nl=False)
 
     def close(self) -> None:
-        click.echo()
+        if self._began:
+            click.echo()
         if self._seen:
             legend = [Text(LEGEND[o], STYLES[o]) for o in Origin if o in self._seen]
             stderr.print(Text(" · ").join(legend))
@@ -245,7 +248,7 @@ def _report(result: Result | None, error: Exception | None, as_json: bool) -> No
     if result is not None and as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
     elif result is not None:
-        stderr.print(summary(result), style="dim")
+        stderr.print(summary(result), style="dim", soft_wrap=True)
     if error is not None:
         click.echo(f"Error: {error}", err=True)
         sys.exit(CLOUD_LOST)

@@ -215,7 +215,7 @@ class Link:
         self._outages = spans if profile.outage_mode == "stall" else Outages()
         self._pipes = {way: Pipe(profile, way, self._outages) for way in get_args(Direction)}
         self._closing = False
-        self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -250,10 +250,9 @@ class Link:
 
     def cut(self) -> None:
         """Reset all connections now; what is in flight is lost. New ones are welcome."""
-        for task, ends in self._open.items():
-            task.cancel()
-            for end in ends:
-                _reset(end)
+        for task, client in self._open.items():
+            task.cancel()  # which resets the target's end
+            _reset(client)
         for pipe in self._pipes.values():
             pipe.flush()
 
@@ -284,36 +283,34 @@ class Link:
             self.refused += 1
             _reset(writer)
             return
-        ends = [writer]
-        task = self._loop.create_task(self._serve(reader, ends))
-        self._open[task] = ends
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._open[task] = writer
         task.add_done_callback(self._open.pop)
 
-    async def _serve(self, reader: asyncio.StreamReader, ends: list[asyncio.StreamWriter]) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection until both directions have ended or either end is lost."""
         try:
             async with asyncio.timeout(CONNECT_S):
-                far_reader, far = await asyncio.open_connection(*self._target, limit=READ)
+                far_reader, far_writer = await asyncio.open_connection(*self._target, limit=READ)
         except OSError as error:
             self.refused += 1
             log.warning("refused a connection: %s:%d: %s", *self._target, error or "no answer")
-            _reset(ends[0])
+            _reset(writer)
             return
-        ends.append(far)
         self.connections += 1
-        flows = _Flow(self, "up", reader, far), _Flow(self, "down", far_reader, ends[0])
+        flows = _Flow(self, "up", reader, far_writer), _Flow(self, "down", far_reader, writer)
         try:
             async with asyncio.TaskGroup() as group:
                 for flow in flows:
                     group.create_task(flow.take_in())
                     group.create_task(flow.hand_out())
-            for end in ends:
+            for end in (writer, far_writer):
                 end.close()
                 await end.wait_closed()
         except* OSError:
             pass  # either end was lost: so is the other
         finally:
-            for end in ends:
+            for end in (writer, far_writer):
                 _reset(end)
 
 

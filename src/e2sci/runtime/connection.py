@@ -134,6 +134,15 @@ class Connection:
         except ChannelClosed as error:
             raise ConnectionLost(str(error)) from None
 
+    async def ping(self) -> float:
+        """Seconds of one round trip. Raises CloudUnreachable."""
+        try:
+            if self._channel is None:
+                raise ChannelClosed("not connected")
+            return await asyncio.wait_for(self._channel.ping(), OPEN_SECONDS)
+        except (ChannelClosed, TimeoutError) as error:
+            raise CloudUnreachable(f"no answer to a ping: {error}") from None
+
     async def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()

@@ -29,11 +29,13 @@ from e2sci.engines.base import Engine, Step
 from e2sci.runtime.connection import Connection, EdgeError
 from e2sci.runtime.drafter import Drafter
 from e2sci.runtime.options import Options, Piece, Result, Stats
+from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.request import Record, Request
 from e2sci.runtime.text import Chat, TextStream, prompt_ids
 from e2sci.runtime.transport import Channel, connect
 from e2sci.runtime.worker import Worker
 from e2sci.session.edge import Commit, Origin
+from e2sci.session.messages import Welcome
 
 _SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
 _OPTIONS = {f.name for f in fields(Options)}
@@ -96,6 +98,28 @@ class Edge:
         connection = self._cloud()
         await connection.ensure(patience=patience)
         return connection.notices
+
+    async def ping(self) -> float:
+        """Seconds of one round trip to the cloud. Raises CloudUnreachable."""
+        await self._cloud().ensure()
+        return await self._cloud().ping()
+
+    @property
+    def pass_times(self) -> PassTimes:
+        """The cloud's pass times, as it measured them. Raises ValueError before `connect`."""
+        return PassTimes(self._welcome.pass_ms)
+
+    @property
+    def cloud_model(self) -> str:
+        """Name of the target model. Raises ValueError before `connect`."""
+        return self._welcome.model
+
+    @property
+    def _welcome(self) -> Welcome:
+        welcome = self._cloud().welcome
+        if welcome is None:
+            raise ValueError("not connected yet; call connect() first")
+        return welcome
 
     async def stream(self, prompt: str | Chat, **changes: Any) -> AsyncIterator[Piece]:
         """Generate; text and tokens as they become final. The last piece carries the `result`.

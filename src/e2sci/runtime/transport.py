@@ -35,6 +35,10 @@ class Channel(Protocol):
         """The next frame (text frames as str, for the caller to refuse). Raises ChannelClosed."""
         ...
 
+    async def ping(self) -> float:
+        """Seconds of a round trip below the protocol. Raises ChannelClosed."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -61,6 +65,12 @@ class WebSocketChannel:
     async def receive(self) -> bytes | str:
         try:
             return await self._socket.recv()
+        except ConnectionClosed as error:
+            raise ChannelClosed(_reason(error)) from None
+
+    async def ping(self) -> float:
+        try:
+            return await (await self._socket.ping())
         except ConnectionClosed as error:
             raise ChannelClosed(_reason(error)) from None
 
@@ -114,6 +124,10 @@ class MemoryChannel:
             self._closed = True
             raise ChannelClosed("closed by the other end")
         return frame
+
+    async def ping(self) -> float:
+        await asyncio.sleep(0)
+        return 0.0
 
     async def close(self) -> None:
         if not self._closed:

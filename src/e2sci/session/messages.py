@@ -59,7 +59,8 @@ class Hello(Message, tag=1, frozen=True, kw_only=True):
 
 class Welcome(Message, tag=2, frozen=True, kw_only=True):
     """The cloud's answer. `shared_vocab`: ids below it mean the same at both ends, and no other id
-    is ever drafted or emitted; `fingerprint` is taken over these. `pass_ms`: measured (tokens, milliseconds) of a pass, ascending."""
+    is ever drafted or emitted; `fingerprint` is taken over these. `pass_ms`: measured
+    (tokens, milliseconds) of a pass, ascending."""
 
     version: int = VERSION
     model: str

@@ -1,0 +1,132 @@
+"""`e2sci doctor`: check a draft model, a cloud and their link, and say what to expect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from dataclasses import asdict, dataclass
+
+import click
+from rich.console import Console
+
+from e2sci.cli.common import friendly, load, model_options
+from e2sci.decoding import yardsticks
+from e2sci.engines.base import Engine
+from e2sci.engines.load import DEFAULT
+from e2sci.runtime.edge import Edge
+from e2sci.runtime.passes import PassTimes
+
+PROBE = "Count from one to twenty in words."
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, and what follows. Times in milliseconds, speeds in tokens/s."""
+
+    draft: str
+    cloud: str
+    notices: list[str]
+    draft_ms: float
+    rtt_ms: float
+    pass_ms: dict[int, float]
+    acceptance: float
+    cloud_alone: float
+    synchronous: float
+    pipelined: float
+    verdict: str
+
+
+@click.command()
+@click.option(
+    "--cloud", default="ws://127.0.0.1:7071", show_default=True, help="The cloud's WebSocket URL."
+)
+@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@model_options(4096)
+def doctor(
+    cloud: str,
+    draft: str,
+    as_json: bool,
+    context: int,
+    threads: int | None,
+    gpu_layers: int,
+) -> None:
+    """Check a draft model, a cloud and the link between them; say whether speculation pays.
+
+    Loads the draft, connects, compares vocabularies and templates, measures draft time, round trip
+    and acceptance on a short text, and sets what can be reached beside the cloud alone.
+    """
+    engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
+    try:
+        with friendly():
+            report = asyncio.run(_examine(cloud, engine))
+    finally:
+        engine.close()
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+    else:
+        _show(report)
+
+
+async def _examine(url: str, engine: Engine) -> Report:
+    async with Edge(url, engine) as edge:
+        notices = await edge.connect()
+        rtts = [await edge.ping() for _ in range(7)]
+        drafted = await edge.generate(PROBE, mode="draft", max_tokens=24)
+        times = drafted.stats
+        draft_ms = 1000 * (times.seconds - (times.ttft_s or 0)) / max(1, len(drafted.token_ids) - 1)
+        probe = await edge.generate(PROBE, mode="pipelined", fill=False, max_tokens=48)
+        return _judge(
+            engine.info.name,
+            edge.cloud_model,
+            notices,
+            draft_ms,
+            1000 * statistics.median(rtts),
+            edge.pass_times,
+            probe.stats.acceptance_rate or 0.0,
+        )
+
+
+def _judge(
+    draft: str,
+    cloud: str,
+    notices: list[str],
+    draft_ms: float,
+    rtt: float,
+    times: PassTimes,
+    alpha: float,
+) -> Report:
+    alone = yardsticks.cloud_alone(times.ms(1))
+    sync = max(yardsticks.synchronous(alpha, w, draft_ms, times.ms, rtt) for w in range(1, 17))
+    both = yardsticks.pipelined(alpha, 4, draft_ms, times.ms, rtt)
+    gain = max(sync, both) / alone
+    if gain > 1.05:
+        mode = "pipelined" if both >= sync else "sync"
+        verdict = f"use --mode {mode}: up to {gain:.1f}x the cloud alone"
+    else:
+        reason = (
+            f"a draft token takes {draft_ms:.0f} ms, a token of the cloud {times.ms(1):.0f} ms"
+            if draft_ms > 0.7 * times.ms(1)
+            else f"at {alpha:.0%} acceptance and {rtt:.0f} ms round trip too much is waited for"
+        )
+        verdict = f"use --mode cloud: speculation does not pay here, {reason}"
+    points = dict(times.points)
+    return Report(draft, cloud, notices, draft_ms, rtt, points, alpha, alone, sync, both, verdict)
+
+
+def _show(report: Report) -> None:
+    console = Console(highlight=False)
+    ok = "[green]✓[/]"
+    console.print(f"{ok} draft {report.draft}: {report.draft_ms:.1f} ms a token")
+    passes = ", ".join(f"{n}: {ms:.0f}" for n, ms in report.pass_ms.items())
+    console.print(f"{ok} cloud {report.cloud}: pass times in ms by tokens — {passes}")
+    console.print(f"{ok} vocabularies fit; round trip {report.rtt_ms:.1f} ms")
+    for notice in report.notices:
+        console.print(f"[yellow]![/] {notice}")
+    console.print(f"{ok} {report.acceptance:.1%} of draft tokens accepted on a short text (strict)")
+    console.print(
+        f"  expected at best: cloud alone {report.cloud_alone:.1f} tok/s, sync SD "
+        f"{report.synchronous:.1f}, pipelined {report.pipelined:.1f}"
+    )
+    console.print(f"[bold]→ {report.verdict}[/]")

@@ -1,0 +1,58 @@
+"""What a method can reach at best: the analytic yardsticks that measurements are held against.
+
+Times in milliseconds, results in tokens per second; α is the acceptance of a draft token, in
+[0, 1]. The formulas take rejections as independent; real ones cluster, which helps a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+PassMs = Callable[[int], float]
+"""Time of a target pass by its number of tokens."""
+
+
+def cloud_alone(t_pass: float) -> float:
+    """The target decoding by itself: 1 / t_pass(1). The network is paid once, before the first."""
+    return 1000 / t_pass
+
+
+def tokens_per_window(alpha: float, window: int) -> float:
+    """Expected tokens of a verified window, the target's own included: (1-α^{W+1})/(1-α)
+    (Leviathan et al. 2023, eq. 1)."""
+    if alpha >= 1:
+        return window + 1.0
+    return float((1 - alpha ** (window + 1)) / (1 - alpha))
+
+
+def synchronous(alpha: float, window: int, t_draft: float, t_pass: PassMs, rtt: float) -> float:
+    """Classic speculative decoding over a network: a window is drafted, sent, verified, awaited."""
+    cycle = window * t_draft + rtt + t_pass(window + 1)
+    return 1000 * tokens_per_window(alpha, window) / cycle
+
+
+def verify_ms(t_pass: PassMs, most: int = 32) -> float:
+    """The least time in which a target can verify a token, whatever the size of its passes."""
+    return min(t_pass(n) / n for n in range(1, most + 1))
+
+
+def pipelined(alpha: float, window: int, t_draft: float, t_pass: PassMs, rtt: float) -> float:
+    """Bound of drafting and verifying at once: 1 / (max(t_d, t_v) + (1-α)·L).
+
+    The slower of drafting and verifying sets the pace; each rejection costs one loop
+    L = RTT + W·t_d + the pass that finds it. On hardware whose passes take the same time at any
+    size, t_v vanishes and this is 1/(t_d + (1-α)·L).
+    """
+    pace = max(t_draft, verify_ms(t_pass))
+    loop = rtt + t_pass(window)
+    return 1000 / (pace + (1 - alpha) * loop)
+
+
+def break_even_rtt(alpha: float, t_draft: float, t_pass: float) -> float:
+    """RTT below which speculation can beat the cloud alone at all; negative: never.
+
+    (α·t_AR − t_d) / (1−α), from t_d + (1−α)(RTT + t_AR) < t_AR.
+    """
+    if alpha >= 1:
+        return float("inf") if t_draft < t_pass else -1.0
+    return (alpha * t_pass - t_draft) / (1 - alpha)
