@@ -169,6 +169,8 @@ def test_rounding_leads_neither_into_an_outage_nor_before_it() -> None:
             back = clock.when(clock.uptime(now))
             assert not clock.down(back)
             assert back >= now - EPS
+        for now in sorted(draw.uniform(0, 15) for _ in range(5)):
+            assert Pipe(LinkProfile(0), "up", clock).send(1, now) >= now
 
 
 def test_overlapping_outages_are_one() -> None:
@@ -388,6 +390,27 @@ async def test_cut_resets_the_target_too() -> None:
         await eventually(lambda: proxy.connections == 2)
         for end in (writer, again[1]):
             end.close()
+
+
+async def test_cut_reaches_a_connection_still_being_opened(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = asyncio.open_connection
+
+    async def hang_for_the_target(
+        host: str, port: int, **options: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if port == dead:
+            await asyncio.Event().wait()
+        return await opens(host, port, **options)
+
+    monkeypatch.setattr(asyncio, "open_connection", hang_for_the_target)
+    async with Link("127.0.0.1", dead, LinkProfile(0)) as proxy:
+        reader, writer = await connect(proxy)
+        await eventually(lambda: proxy.open == 1)
+        proxy.cut()
+        await assert_reset(reader)
+        writer.close()
 
 
 async def test_a_reset_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ def friendly() -> Iterator[None]:
     """Turn the errors that a user can mend into their line."""
     try:
         yield
-    except (EngineError, EdgeError, ValueError) as error:
+    except (EngineError, EdgeError, ValueError, RuntimeError) as error:
         raise BadInput(str(error)) from error
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -21,6 +18,7 @@ from e2sci.cli.common import BadInput, download_bar, friendly, load
 from e2sci.cli.run import LEGEND, STYLES, coloured
 from e2sci.decoding import yardsticks
 from e2sci.emulation.link import Link, LinkProfile
+from e2sci.emulation.local import EDGE_CORE, cloud_process, pinned
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge, options_from
@@ -36,7 +34,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "pipelined elastic": {"mode": "pipelined", "accept": "elastic", "threshold": 0.2},
 }
 PROMPT = "Write a Python function that checks whether a number is prime. Only the code."
-_START_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,15 @@ def demo(
     console = Console(highlight=False, stderr=as_json)
     with ExitStack() as stack:
         _fetch(model)
-        stack.enter_context(_pinned(0))
+        console.print(f"Starting the cloud ({model}) on a core of its own …", style="dim")
+        with friendly():
+            url = stack.enter_context(cloud_process(_cloud_command(model)))
+        stack.enter_context(pinned(EDGE_CORE))
         engine = load(draft, "draft", context=4096, threads=1, gpu_layers=0)
         stack.callback(engine.close)
-        console.print(f"Starting the cloud ({model}) on a core of its own …", style="dim")
-        port = stack.enter_context(_cloud(model))
         with friendly():
             rows, times, draft_ms = asyncio.run(
-                _compare(console, engine, port, link, prompt, max_tokens)
+                _compare(console, engine, url, link, prompt, max_tokens)
             )
     if as_json:
         click.echo(json.dumps({"methods": [_figures(row, rows[0]) for row in rows]}))
@@ -104,54 +102,17 @@ def _fetch(model: str) -> None:
         catalog.local_path(model, "target", progress=progress)
 
 
-@contextmanager
-def _pinned(core: int) -> Iterator[None]:
-    """Keep this process to one core, where that can be done and there is more than one."""
-    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(before)[core]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def _cloud(model: str) -> Iterator[int]:
-    """`e2sci cloud` as a process on the other core; yields its port."""
-    command = [sys.executable, "-m", "e2sci", "cloud", "--model", model, "--listen", "127.0.0.1:0"]
-    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
-        # The child takes its core before it starts any thread.
-        pin = "import os,runpy,sys; os.sched_setaffinity(0,{1}); sys.argv[0]='e2sci';"
-        command[1:3] = ["-c", pin + "runpy.run_module('e2sci', run_name='__main__')"]
-    command += ["--threads", "1", "--slots", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        yield _port_of(process)
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-
-
-def _port_of(process: subprocess.Popen[str]) -> int:
-    assert process.stderr is not None
-    said = []
-    for line in process.stderr:
-        said.append(line.strip())
-        found = re.search(r"listens on ws://\S+:(\d+)", line)
-        if found:
-            return int(found[1])
-    raise BadInput(f"the cloud did not start: {said[-1] if said else 'it said nothing'}")
+def _cloud_command(model: str) -> list[str]:
+    return [
+        *("-m", "e2sci", "cloud", "--listen", "127.0.0.1:0"),
+        *("--model", model, "--threads", "1", "--slots", "1"),
+    ]
 
 
 async def _compare(
-    console: Console, engine: Engine, port: int, profile: LinkProfile, prompt: str, max_tokens: int
+    console: Console, engine: Engine, url: str, profile: LinkProfile, prompt: str, max_tokens: int
 ) -> tuple[list[Row], PassTimes, float]:
-    async with _edge(engine, port, profile) as edge:
+    async with _edge(engine, url, profile) as edge:
         for notice in await edge.connect(patience=5):
             console.print(f"note: {notice}", style="yellow")
         draft_ms = await _draft_ms(edge, prompt)
@@ -166,8 +127,11 @@ async def _compare(
 
 
 @asynccontextmanager
-async def _edge(engine: Engine, port: int, profile: LinkProfile) -> AsyncIterator[Edge]:
-    async with Link("127.0.0.1", port, profile) as link, Edge(link.url(), engine) as edge:
+async def _edge(engine: Engine, url: str, profile: LinkProfile) -> AsyncIterator[Edge]:
+    cloud = urlsplit(url)
+    assert cloud.hostname is not None
+    assert cloud.port is not None
+    async with Link(cloud.hostname, cloud.port, profile) as link, Edge(link.url(), engine) as edge:
         yield edge
 
 

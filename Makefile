@@ -1,0 +1,50 @@
+# install: the environment in .venv · demo: both ends on this machine · test: everything CI checks
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test test-fast lint format bench models clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing; llama.cpp is compiled once, which takes some minutes."
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[llama,dev]'
+	@touch $@
+
+models: install
+	$(BIN)/e2sci models fetch qwen2.5-coder
+
+demo: models
+	$(BIN)/e2sci demo
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-fast: install
+	$(BIN)/python -m pytest -m "not models"
+
+test: lint models
+	$(BIN)/python -m pytest
+
+bench: models
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/acceptance.py
+	$(BIN)/python benchmarks/strict.py
+	$(BIN)/python benchmarks/wall_clock.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
