@@ -217,9 +217,7 @@ class _Connection:
         self._latest = message.request
         self._seats = {n: seat for n, seat in self._seats.items() if not seat.closed}
         session = self._cloud.session(message, vocab)
-        seat = self._scheduler.take(
-            session, self._post, fills=message.fill, drafting=message.drafting
-        )
+        seat = self._scheduler.take(session, self._post, message)
         self._seats[message.request] = seat
         self._post([Opened(request=message.request, limit=session.limit)])
 

@@ -22,7 +22,7 @@ from e2sci.engines.base import Engine, Step
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.worker import Worker
 from e2sci.session.cloud import CloudSession, Pass
-from e2sci.session.messages import Error, Message, ProtocolError, Verdict, Window
+from e2sci.session.messages import Error, Message, Open, ProtocolError, Verdict, Window
 
 log = logging.getLogger("e2sci.cloud")
 
@@ -59,15 +59,26 @@ class Arrivals:
 
 @dataclass(eq=False)
 class Seat:
-    """A request at work: its session, its sequence in the engine, and where its messages go."""
+    """A request at work: its session, its sequence in the engine, and where its messages go.
+
+    `acceptance`: recent share of draft tokens accepted, in [0, 1]; what its passes are sized by.
+    """
 
     session: CloudSession
     sequence: int
     send: Callable[[Sequence[Message]], None]
     fills: bool
     drafting: bool
+    lookahead: bool
     arrivals: Arrivals
+    acceptance: float = 0.9
     closed: bool = False
+
+    def sent(self, now: float, verdict: Verdict) -> None:
+        """A verdict has gone out: learn from it."""
+        self.arrivals.sent(now, verdict)
+        for accepted in [1.0] * verdict.accepted + [0.0] * verdict.rejected:
+            self.acceptance += 0.05 * (accepted - self.acceptance)
 
 
 class Scheduler:
@@ -87,20 +98,22 @@ class Scheduler:
         return self._engine.slots - len(self._free)
 
     def take(
-        self,
-        session: CloudSession,
-        send: Callable[[Sequence[Message]], None],
-        *,
-        fills: bool,
-        drafting: bool,
+        self, session: CloudSession, send: Callable[[Sequence[Message]], None], opening: Open
     ) -> Seat:
         """Seat a session. Raises ProtocolError("busy") when every sequence is in use."""
         if not self._free:
             raise ProtocolError(
                 "busy", f"all {self._engine.slots} places are taken; try again", retryable=True
             )
-        arrivals = Arrivals(self._now())
-        seat = Seat(session, self._free.pop(), send, fills, drafting, arrivals)
+        seat = Seat(
+            session,
+            self._free.pop(),
+            send,
+            fills=opening.fill,
+            drafting=opening.drafting,
+            lookahead=opening.lookahead,
+            arrivals=Arrivals(self._now()),
+        )
         self._seats.append(seat)
         self._wake.set()
         return seat
@@ -111,9 +124,9 @@ class Scheduler:
             return
         seat.closed = True
         self._seats.remove(seat)
+        self._free.append(seat.sequence)  # its next user's passes queue up behind the truncation
         with suppress(RuntimeError):  # the worker is closed when the whole cloud is
-            freed = self._worker.submit(lambda: self._engine.truncate(seat.sequence, 0))
-            freed.add_done_callback(lambda _: self._free.append(seat.sequence))
+            self._worker.submit(lambda: self._engine.truncate(seat.sequence, 0))
 
     def window(self, seat: Seat, message: Window) -> None:
         """A window has come for a seat. Raises ProtocolError."""
@@ -145,7 +158,7 @@ class Scheduler:
                 self._deliver(seat, seat.session.fill())
             if seat.closed or left <= 0:
                 continue
-            todo = seat.session.plan(min(left, self._share(seat.session)), fill=fill)
+            todo = seat.session.plan(min(left, self._share(seat)), fill=fill)
             if todo is not None:
                 batch.append((seat, todo))
                 left -= len(todo.tokens)
@@ -158,11 +171,13 @@ class Scheduler:
         sizes = [n for n in (16, 32, 64, 128, 256, PREFILL) if self._times.ms(n) <= SHARED_PASS_MS]
         return max(sizes, default=16)
 
-    def _share(self, session: CloudSession) -> int:
+    def _share(self, seat: Seat) -> int:
         """Tokens of one seat in a pass: what is missing, and as many drafts as pay."""
-        missing = len(session.tokens) - session.cached
-        acceptance = min(0.98, max(0.3, session.credit.value))
-        return missing + self._times.best_drafts(acceptance, len(session.queue))
+        session = seat.session
+        missing, waiting = len(session.tokens) - session.cached, len(session.queue)
+        if not seat.lookahead:  # the edge waits for the whole window; a second pass costs more
+            return missing + max(1, waiting)
+        return missing + self._times.best_drafts(seat.acceptance, waiting)
 
     def _may_fill(self, seat: Seat) -> bool:
         if not seat.fills or seat.session.queue or seat.session.finished:
@@ -195,7 +210,8 @@ class Scheduler:
         """A pass has failed: find out for whom, so that no one pays for another's request."""
         if len(batch) > 1:
             for item in batch:
-                await self._pass([item])
+                if not item[0].closed:
+                    await self._pass([item])
             return
         seat = batch[0][0]
         log.error("request %s: the engine failed: %s", seat.session.request, error)
@@ -222,7 +238,7 @@ class Scheduler:
             return
         for message in messages:
             if isinstance(message, Verdict):
-                seat.arrivals.sent(self._now(), message)
+                seat.sent(self._now(), message)
         seat.send(messages)
         if seat.session.finished:
             self.leave(seat)
