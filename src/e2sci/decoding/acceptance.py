@@ -25,16 +25,24 @@ import msgspec
 import numpy as np
 
 from e2sci.decoding import divergence as div
-from e2sci.decoding.distribution import Distribution, TopK, decode, encode, sketch
+from e2sci.decoding.distribution import (
+    SKETCH_SIZE,
+    Distribution,
+    TopK,
+    decode,
+    encode,
+    sketch,
+)
+from e2sci.decoding.noise import Stream, uniform
 from e2sci.decoding.sampling import (
     History,
     SamplingParams,
-    Stream,
     Support,
+    chance,
     pick,
     pick_from,
     support,
-    uniform,
+    support_head,
 )
 
 RuleName = Literal["strict", "rejection", "fuzzy", "elastic", "typical"]
@@ -85,6 +93,10 @@ class Place:
     @cached_property
     def support(self) -> Support:
         return support(self.p, self.params, self.history)
+
+    def prob(self, x: int) -> float:
+        """p'(x)."""
+        return chance(self.p, self.params, self.history, x)
 
     def regret(self, x: int) -> float:
         """log p(y) − log p(x) in nats: what the target loses by x. ≥ 0 under greedy."""
@@ -216,8 +228,8 @@ class Typical(_PickingRule):
     def _typicality(self, place: Place, x: int) -> tuple[float, float]:
         if place.params.greedy:
             return float(np.exp(place.p.log_prob(np.array([x]))[0])), place.p.entropy
-        logp = place.support.log_probs
-        return place.support.prob(x), float(-(np.exp(logp) * logp).sum())
+        logp = place.support.log_probs[np.isfinite(place.support.log_probs)]
+        return place.prob(x), float(-(np.exp(logp) * logp).sum())
 
 
 class Rejection(_PickingRule):
@@ -233,16 +245,15 @@ class Rejection(_PickingRule):
     def propose(
         self, q: Distribution, params: SamplingParams, history: History, *, with_sketch: bool
     ) -> Proposal:
-        chances = support(q, params, history)
-        head = TopK(chances.ids, chances.log_probs, q.size).top(16)
-        data = encode(head)
+        head = support_head(q, params, history, SKETCH_SIZE)
+        data = encode(TopK(head.ids, head.log_probs, q.size))
         drawn = self._drawn_from(decode(data, q.size))
         return Proposal(pick_from(drawn, params.seed, len(history), Stream.DRAFT), data)
 
     def judge(self, place: Place, x: int, q: TopK | None, threshold: float) -> Judgement:
         assert q is not None
         drawn = self._drawn_from(q)
-        p_x, q_x = place.support.prob(x), drawn.prob(x)
+        p_x, q_x = place.prob(x), drawn.prob(x)
         if q_x <= 0:
             raise ValueError(f"draft token {x} is not in its own sketch")
         seed, position = place.params.seed, place.position

@@ -59,13 +59,15 @@ class CreditParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError("beta must lie in (0, 1], tau in [0, 1], a at 0 or more")
         if not (1 <= self.window <= 64 and 1 <= self.history <= 64 and self.refresh >= 1):
             raise ValueError("window and history must lie in 1..64, refresh at 1 or more")
-        if self.budget is not None and self.budget < 0:
+        if not (self.hysteresis >= 0 and 0 <= self.safety <= 1):
+            raise ValueError("hysteresis must be 0 nats or more, safety must lie in [0, 1]")
+        if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget is {self.budget}; expected 0 nats a token or more")
 
     @classmethod
     def constant(cls, threshold: float, window: int = 5) -> CreditParams:
         """A threshold that never moves: FSD's. Raises ValueError when negative."""
-        if threshold < 0:
+        if not threshold >= 0:
             raise ValueError(f"threshold is {threshold}; expected 0 nats or more")
         return cls(
             t_base=threshold, t_min=0.0, t_max=max(threshold, 1.0), elastic=False, window=window
@@ -73,7 +75,8 @@ class CreditParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CreditState(msgspec.Struct, kw_only=True, array_like=True):
-    """Everything the threshold depends on; small, and enough to go on elsewhere.
+    """Everything the threshold depends on; small, and enough to go on elsewhere. Raises ValueError
+    on what no `Credit` can have left behind.
 
     `windows`: acceptance of the last k windows, oldest first, each in [0, 1]; `judged`, `passed`:
     positions of the window under way; `since`: windows since T last moved; `spent`: total regret
@@ -87,6 +90,14 @@ class CreditState(msgspec.Struct, kw_only=True, array_like=True):
     threshold: float = 0.0
     spent: float = 0.0
     kept: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.windows) > 64 or not all(0 <= p_acc <= 1 for p_acc in self.windows):
+            raise ValueError("a credit state holds at most 64 windows, each in [0, 1]")
+        if not 0 <= self.passed <= self.judged <= 64:
+            raise ValueError("a credit state has 0 <= passed <= judged <= 64")
+        if not (self.since >= 0 and self.threshold >= 0 and self.spent >= 0 and self.kept >= 0):
+            raise ValueError("since, threshold, spent and kept of a credit state are 0 or more")
 
 
 class Credit:

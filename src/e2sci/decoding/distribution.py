@@ -15,7 +15,7 @@ exp(-c/16), c = 255 for zero. Decoding normalises, so both ends see exactly the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -34,7 +34,7 @@ SKETCH_SIZE = 16
 SKETCH_TAIL = 1e-3
 """A sketch stops early once the mass left over is below this: most drafts are near-certain."""
 
-_NEAR = 12.0  # nats below the maximum within which the top k nearly always lies
+_NEAR = (8.0, 16.0)  # nats below the maximum within which the top k nearly always lies
 
 
 class Distribution(Protocol):
@@ -119,10 +119,10 @@ class TopK:
     ids: Ids
     log_probs: Floats
     size: int
-    _index: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._index.update({int(token): i for i, token in enumerate(self.ids)})
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {int(token): i for i, token in enumerate(self.ids)}
 
     @cached_property
     def argmax(self) -> int:
@@ -157,8 +157,12 @@ class TopK:
 def top_ids(logits: NDArray[np.float32], k: int) -> Ids:
     """Ids of the k largest logits, largest first, equals by id. Shape (min(k, size),)."""
     k = min(k, logits.shape[0])
-    near = np.flatnonzero(logits > logits.max() - np.float32(_NEAR))
-    if near.shape[0] < k:
+    top = logits.max()
+    for distance in _NEAR:
+        near = np.flatnonzero(logits > top - np.float32(distance))
+        if near.shape[0] >= k:
+            break
+    else:
         near = np.flatnonzero(logits >= np.partition(logits, -k)[-k])
     if near.shape[0] > 4 * k:
         cut = np.partition(logits[near], -k)[-k]
@@ -257,7 +261,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
         byte = data[at]
         at += 1
         value |= (byte & 127) << shift
-        if byte < 128:
+        if byte < 128 and value < 1 << 32:
             return value, at
         shift += 7
     raise ValueError("a number of more than 32 bits")

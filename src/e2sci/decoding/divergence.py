@@ -18,14 +18,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from e2sci.decoding.distribution import Dense, Distribution, Floats, TopK
+from e2sci.decoding.distribution import CODE_STEP, Dense, Distribution, Floats, TopK
 
 LN2 = float(np.log(2))
 """Upper bound of the Jensen-Shannon divergence."""
 
+_LEAST = float(np.exp(-255 / CODE_STEP))
+"""The least mass of all others. Less is lost in a sketch and in single precision; taken for zero it
+would make KL infinite. Raising it to this keeps both bounds."""
+
 
 def common_outcomes(p: Distribution, q: Distribution) -> tuple[Floats, Floats]:
-    """Probabilities of p and q over the outcomes both can tell apart; each sums to 1.
+    """Probabilities of p and q over the outcomes both can tell apart; each sums to 1 (± 1e-7).
 
     Two dense distributions: every id below the smaller size (ids beyond it are padding on one side
     and merged). Otherwise the ids known to both, and last the mass of all others.
@@ -42,7 +46,7 @@ def common_outcomes(p: Distribution, q: Distribution) -> tuple[Floats, Floats]:
         ids = p.ids if isinstance(p, TopK) else q.ids if isinstance(q, TopK) else np.arange(0)
         ids = ids[ids < min(p.size, q.size)]
     a, b = np.exp(p.log_prob(ids)), np.exp(q.log_prob(ids))
-    return np.append(a, max(0.0, 1.0 - a.sum())), np.append(b, max(0.0, 1.0 - b.sum()))
+    return np.append(a, max(_LEAST, 1.0 - a.sum())), np.append(b, max(_LEAST, 1.0 - b.sum()))
 
 
 def kl(p: Floats, q: Floats) -> float:

@@ -10,6 +10,7 @@ Weights are an .npz file of arrays w0, b0 … w4, b4 (float32; wi of shape (inpu
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 LAYERS = 5
 MIN_WINDOW, MAX_WINDOW = 2, 16
 _MAX_BYTES = 4 << 20
+_MAX_WEIGHT = 1e4  # far beyond any trained one; five layers of such still can't overflow
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ConstantPredictor:
 
 
 class NetworkPredictor:
-    """The five-layer network. `weights`: LAYERS pairs (w, b); raises ValueError on wrong shapes."""
+    """The five-layer network. `weights`: LAYERS pairs (w, b); raises ValueError on wrong ones."""
 
     def __init__(self, weights: list[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> None:
         if len(weights) != LAYERS:
@@ -54,8 +56,10 @@ class NetworkPredictor:
         for i, (w, b) in enumerate(weights):
             if w.ndim != 2 or b.shape != (w.shape[1],) or w.shape[0] != width:
                 raise ValueError(f"layer {i} of the predictor has shapes {w.shape} and {b.shape}")
-            if not (np.isfinite(w).all() and np.isfinite(b).all()):
-                raise ValueError(f"layer {i} of the predictor holds values that are not finite")
+            if not w.dtype == b.dtype == np.float32:
+                raise ValueError(f"layer {i} of the predictor is {w.dtype}, {b.dtype}, not float32")
+            if not all((np.abs(values) <= _MAX_WEIGHT).all() for values in (w, b)):
+                raise ValueError(f"layer {i} of the predictor holds values beyond ±{_MAX_WEIGHT:g}")
             width = w.shape[1]
         if width not in (2, 3):
             raise ValueError(f"a predictor gives 2 or 3 values, not {width}")
@@ -66,10 +70,13 @@ class NetworkPredictor:
         """Read an .npz file. Raises ValueError if it is no predictor, OSError if unreadable."""
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path} is over {_MAX_BYTES} bytes: not a predictor")
+        data = io.BytesIO(path.read_bytes())
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with np.load(data, allow_pickle=False) as arrays:
+                if sum(entry.file_size for entry in arrays.zip.infolist()) > _MAX_BYTES:
+                    raise ValueError("too large once unpacked")
                 weights = [(arrays[f"w{i}"], arrays[f"b{i}"]) for i in range(LAYERS)]
-        except (KeyError, ValueError, TypeError) as error:
+        except Exception as error:  # a damaged archive makes the readers raise almost anything
             raise ValueError(
                 f"{path} is not a predictor: expected arrays w0, b0 … w4, b4"
             ) from error

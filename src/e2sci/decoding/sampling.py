@@ -3,23 +3,21 @@
 A pick is  y = argmax_v (log p'(v) + g(seed, position, v)),  p' the distribution after penalties,
 temperature, top-k, top-p and min-p (in that order), g Gumbel noise from a counter hash. Draft and
 target share the noise, so they pick the same token whenever their distributions nearly agree, and
-a text depends on models and seed alone: not on windows, batches or the network (ours; the
-Gumbel-max trick is standard). At temperature 0, and below 1e-5, a pick is plain argmax.
-
-Independent uses of randomness at one position draw from different streams.
+a text depends on models and seed alone: not on windows, batches or the network (ours). At
+temperature 0, and below 1e-5, a pick is plain argmax.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import IntEnum
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from e2sci.decoding.distribution import Dense, Distribution, Floats, Ids, TopK
+from e2sci.decoding.noise import Stream, pick_among, pick_of_all
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax: dividing by them would only overflow."""
@@ -57,11 +55,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "-2 to 2")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         for token, bias in self.logit_bias.items():
-            _require(f"logit_bias[{token}]", bias, token >= 0 and abs(bias) <= 100, "-100 to 100")
+            _require("a token id of logit_bias", token, token >= 0, "0 or more")
+            _require(f"logit_bias[{token}]", bias, abs(bias) <= 100, "-100 to 100")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens can't be picked at all."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalised(self) -> bool:
@@ -76,15 +80,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def _require(name: str, value: float, ok: bool, expected: str) -> None:
     if not ok:
         raise ValueError(f"{name} is {value}; expected {expected}")
-
-
-class Stream(IntEnum):
-    """Independent noise at one position."""
-
-    PICK = 0  # the shared noise of draft and target
-    DRAFT = 1  # the draft's own sample under the rejection rule
-    ACCEPT = 2  # the uniform number of the rejection rule
-    RESIDUAL = 3  # its sample from the residual
 
 
 class History:
@@ -169,109 +164,83 @@ def support(dist: Distribution, params: SamplingParams, history: History) -> Sup
     dist = adjusted(dist, params, history)
     if params.greedy:
         return Support(np.array([dist.argmax]), np.zeros(1))
-    ids, logits = _candidates(dist, params)
-    scaled = logits / params.temperature
-    log_probs = scaled - _log_sum_exp(scaled)
-    if params.top_p < 1:
-        before = np.cumsum(np.exp(log_probs)) - np.exp(log_probs)
-        keep = before < params.top_p
-        ids, log_probs = ids[keep], log_probs[keep]
+    ids, log_probs = _filtered(_tempered(dist, params.temperature), params)
+    if not params.filtered:
+        return Support(ids, log_probs)
     if params.min_p > 0:
         keep = log_probs >= log_probs.max() + np.log(params.min_p)
         ids, log_probs = ids[keep], log_probs[keep]
     return Support(ids, log_probs - _log_sum_exp(log_probs))
 
 
-def _candidates(dist: Distribution, params: SamplingParams) -> tuple[Ids, Floats]:
-    """Ids and log-probabilities to process; in falling order where a filter needs an order."""
+def chance(dist: Distribution, params: SamplingParams, history: History, token: int) -> float:
+    """p'(token), without the rest of p' where nothing is filtered."""
+    if params.filtered or params.greedy or isinstance(dist, TopK):
+        return support(dist, params, history).prob(token)
+    warm = _tempered(adjusted(dist, params, history), params.temperature)
+    return float(np.exp(warm.log_prob(np.array([token]))[0]))
+
+
+def support_head(
+    dist: Distribution, params: SamplingParams, history: History, most: int
+) -> Support:
+    """The `most` likeliest tokens of p', not normalised anew; cheap on a large vocabulary."""
+    if params.filtered or params.greedy or isinstance(dist, TopK):
+        chances = support(dist, params, history)
+        order = np.lexsort((chances.ids, -chances.log_probs))[:most]
+        return Support(chances.ids[order], chances.log_probs[order])
+    head = _tempered(adjusted(dist, params, history), params.temperature).top(most)
+    return Support(head.ids, head.log_probs)
+
+
+def _tempered(dist: Distribution, temperature: float) -> Dense | TopK:
     if isinstance(dist, TopK):
-        head = dist.without_tail().top(params.top_k or len(dist.ids))
-        return head.ids, head.log_probs
+        scaled = dist.log_probs / temperature
+        return TopK(dist.ids, scaled - _log_sum_exp(scaled), dist.size)
     assert isinstance(dist, Dense)
+    return dist if temperature == 1 else Dense(dist.logits / np.float32(temperature))
+
+
+def _filtered(dist: Dense | TopK, params: SamplingParams) -> tuple[Ids, Floats]:
+    """What top-k and then top-p leave of a tempered distribution."""
     if params.top_k:
         head = dist.top(params.top_k)
-        return head.ids, head.log_probs
+        log_probs = head.log_probs - _log_sum_exp(head.log_probs)
+        return _nucleus(head.ids, log_probs, params.top_p)
     if params.top_p < 1:
-        return _nucleus_candidates(dist, params)
+        head = dist.top(_HEAD)
+        if np.exp(head.log_probs).sum() < params.top_p + 1e-9:
+            head = dist.top(dist.size)
+        return _nucleus(head.ids, head.log_probs, params.top_p)
+    if isinstance(dist, TopK):
+        return dist.ids, dist.log_probs
     return np.arange(dist.size), dist.all_log_probs()
 
 
-def _nucleus_candidates(dist: Dense, params: SamplingParams) -> tuple[Ids, Floats]:
-    """All ids in falling order, the mass beyond the first 512 folded away if never needed.
-
-    The nucleus lies inside the head when the head's share of the tempered mass reaches top_p; the
-    folded rest stands as one entry at the end, so that normalising still sees the whole mass.
-    """
-    head = dist.top(_HEAD)
-    scaled = dist.all_log_probs() / params.temperature
-    total = _log_sum_exp(scaled)
-    mass = np.exp(head.log_probs / params.temperature - total).sum()
-    if mass < params.top_p + 1e-9 or len(head.ids) < _HEAD:
-        order = np.lexsort((np.arange(dist.size), -scaled))
-        return order.astype(np.int64), scaled[order] * params.temperature
-    if mass >= 1:
-        return head.ids, head.log_probs
-    rest = (total + np.log1p(-mass)) * params.temperature
-    return np.append(head.ids, -1), np.append(head.log_probs, rest)
+def _nucleus(ids: Ids, log_probs: Floats, top_p: float) -> tuple[Ids, Floats]:
+    """The fewest of the likeliest tokens that reach top_p; given in falling order."""
+    if top_p >= 1:
+        return ids, log_probs
+    p = np.exp(log_probs)
+    keep = np.cumsum(p) - p < top_p
+    return ids[keep], log_probs[keep]
 
 
 def pick(dist: Distribution, params: SamplingParams, history: History) -> int:
     """The token chosen behind `history` from `dist`, with the shared noise of that position."""
     if params.greedy:
         return adjusted(dist, params, history).argmax
+    if isinstance(dist, Dense) and not params.filtered:
+        dist = adjusted(dist, params, history)
+        assert isinstance(dist, Dense)
+        where = (params.seed, len(history), Stream.PICK)
+        return pick_of_all(dist.logits, params.temperature, *where)
     return pick_from(support(dist, params, history), params.seed, len(history), Stream.PICK)
 
 
 def pick_from(chances: Support, seed: int, position: int, stream: Stream) -> int:
-    """argmax over `chances` of log-probability plus the keyed Gumbel noise of that stream."""
-    ids, log_probs = chances.ids, chances.log_probs
-    if len(ids) == 1:
-        return int(ids[0])
-    u = _uniform(seed, position, stream, ids)
-    if len(ids) > 4 * _HEAD:
-        keep = _contenders(log_probs, u)
-        ids, log_probs, u = ids[keep], log_probs[keep], u[keep]
-    scores = log_probs - np.log(-np.log(u))
-    best = np.flatnonzero(scores == scores.max())
-    return int(ids[best].min())
-
-
-def _contenders(log_probs: Floats, u: Floats) -> NDArray[np.bool_]:
-    """The entries that can win: exact, and it saves two logarithms for most of a vocabulary.
-
-    Those near the most probable are scored; one further than 6 nats off then needs noise above
-    the best score less that distance, which few have.
-    """
-    far = log_probs.max() - 6
-    near = log_probs > far
-    best = (log_probs[near] - np.log(-np.log(u[near]))).max()
-    contenders: NDArray[np.bool_] = near | (u >= np.exp(-np.exp(-(best - far - 1e-9))))
-    return contenders
-
-
-def uniform(seed: int, position: int, stream: Stream) -> float:
-    """One keyed number in (0, 1)."""
-    return float(_uniform(seed, position, stream, np.zeros(1, dtype=np.int64))[0])
-
-
-def _uniform(seed: int, position: int, stream: Stream, ids: Ids) -> Floats:
-    """Keyed numbers in (0, 1), 52 bits each: SplitMix64's finaliser over (seed, position, id)."""
-    key = _mix(np.array([seed], dtype=np.uint64) * _GOLDEN + np.uint64(stream))
-    key = _mix(key + np.array([position], dtype=np.uint64) * _GOLDEN)
-    bits = _mix(ids.astype(np.uint64) * _GOLDEN + key)
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
+    """A sample of `chances` with the keyed noise of that stream."""
+    return pick_among(chances.ids, chances.log_probs, seed, position, stream)
 
 
 def _log_sum_exp(x: Floats) -> float:
