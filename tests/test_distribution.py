@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax, logsumexp
@@ -31,13 +31,14 @@ pytestmark = pytest.mark.filterwarnings("error")
 VOCAB = 151_936
 LEAST = -255 / CODE_STEP  # what the wire can't tell from zero
 
+quick = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 # Few values, so that ties are the rule; some out of reach of the others, some impossible.
 tied = st.sampled_from([0.0, 1.0, -1.0, 0.5, -13.0, -40.0, 30.0, -np.inf])
 logit_arrays = arrays(
     np.float32,
     st.integers(1, 120),
-    elements=tied | st.floats(-100, 100, width=32),
+    elements=tied | st.integers(-800, 800).map(lambda eighths: eighths / 8),
 ).filter(lambda a: np.isfinite(a).any())
 
 
@@ -57,6 +58,7 @@ def topk(probs: dict[int, float], size: int) -> TopK:
 # ---- dense ------------------------------------------------------------------------------------
 
 
+@quick
 @given(logit_arrays, st.integers(0, 130))
 def test_top_ids_are_the_head_of_a_full_sort(logits, k):
     assert top_ids(logits, k).tolist() == sorted_ids(logits, k)
@@ -69,6 +71,7 @@ def test_top_ids_of_a_large_vocabulary_with_ties(spread, k):
     assert top_ids(logits, k).tolist() == sorted_ids(logits, k)
 
 
+@quick
 @given(logit_arrays)
 def test_dense_answers_agree_with_a_plain_softmax(logits):
     dense, exact = Dense(logits), log_softmax(logits.astype(np.float64))
@@ -107,6 +110,7 @@ def test_limited_drops_the_padding_and_renormalises():
 # ---- top-k ------------------------------------------------------------------------------------
 
 
+@quick
 @given(logit_arrays, st.integers(1, 130))
 def test_the_top_of_a_dense_one_answers_as_it_does(logits, k):
     dense = Dense(logits)
@@ -129,6 +133,14 @@ def test_top_k_without_tail_is_a_distribution():
     assert known.tail == pytest.approx(0)
 
 
+def test_limited_top_k_forgets_ids_beyond():
+    head = topk({5: 0.1, 2: 0.3, 9: 0.4}, 20)
+    cut = head.limited(9)
+    assert (cut.ids.tolist(), cut.size) == ([5, 2], 9)
+    np.testing.assert_array_equal(cut.log_prob(np.array([2, 9])), [np.log(0.3), -np.inf])
+    assert head.limited(20) is head
+
+
 def test_equals_are_ordered_by_id():
     head = topk({5: 0.25, 2: 0.25, 9: 0.3, 7: 0.2}, 20)
     assert head.argmax == 9
@@ -139,12 +151,14 @@ def test_equals_are_ordered_by_id():
 # ---- sketches ---------------------------------------------------------------------------------
 
 
+@quick
 @given(seeds, st.integers(1, 40), st.floats(0.1, 8), st.integers(40, VOCAB))
 def test_sketch_round_trip(seed, k, spread, size):
     rng = np.random.default_rng(seed)
     ids = rng.choice(size, k, replace=False)
     logits = rng.normal(0, spread, k)
     before = TopK(ids, log_softmax(np.append(logits, rng.normal()))[:-1], size)
+    assume(before.log_probs.max() > LEAST + 1)
     after = decode(encode(before), size)
     assert after.ids.tolist() == sorted(ids.tolist())
     assert after.size == size
@@ -156,6 +170,7 @@ def test_sketch_round_trip(seed, k, spread, size):
     assert np.all(sent[~told] <= LEAST + 3 / CODE_STEP)
 
 
+@quick
 @given(seeds, st.integers(1, 16))
 def test_a_decoded_sketch_is_the_same_at_both_ends(seed, k):
     first = decode(encode(random_dense(seed, 300).top(k)), 300)
@@ -176,20 +191,20 @@ def test_sketch_stops_once_the_rest_is_negligible():
     assert len(decode(sketch(random_dense(0, VOCAB)), VOCAB).ids) == SKETCH_SIZE
 
 
-@pytest.mark.parametrize(("rest", "count"), [(SKETCH_TAIL / 2, 1), (SKETCH_TAIL * 2, 2)])
+@pytest.mark.parametrize(("rest", "count"), [(SKETCH_TAIL / 2, 1), (SKETCH_TAIL * 1.5, 2)])
 def test_sketch_tail_is_the_limit(rest, count):
     q = topk({1: 1 - rest, 2: rest / 2, 3: rest / 2}, 100)
     assert len(decode(sketch(q), 100).ids) == count
 
 
-@given(seeds, st.integers(0, 99), st.floats(0, 20), st.integers(1, 16))
+@quick
+@given(seeds, st.integers(0, 99), st.floats(0, 20), st.integers(2, 16))
 def test_sketch_always_lists_the_draft_token(seed, keep, spread, size):
     q = random_dense(seed, 100, spread)
     head = decode(sketch(q, keep=keep, size=size), 100)
     assert keep in head.ids
     assert len(head.ids) <= size
-    if size > 1 and q.argmax != keep:
-        assert q.argmax in head.ids
+    assert q.argmax in head.ids
 
 
 def test_sketch_lists_a_token_the_draft_finds_impossible():
@@ -221,7 +236,7 @@ def check_any(data: bytes, size: int) -> None:
         q = decode(data, size)
     except ValueError:
         return
-    assert 0 <= q.ids[0]
+    assert q.ids[0] >= 0
     assert q.ids[-1] < size
     assert np.all(np.diff(q.ids) > 0)
     assert not np.isnan(q.log_probs).any()
@@ -229,13 +244,13 @@ def check_any(data: bytes, size: int) -> None:
     assert np.exp(q.log_probs).sum() <= 1 + 1e-9
 
 
-@settings(max_examples=300)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=60), st.integers(1, VOCAB))
 def test_any_bytes_are_a_sketch_or_refused(data, size):
     check_any(data, size)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120, deadline=None)
 @given(seeds, st.integers(0, 100), st.integers(0, 255), st.integers(0, 100))
 def test_a_damaged_sketch_is_a_sketch_or_refused(seed, at, byte, end):
     data = bytearray(sketch(random_dense(seed, 5000)))
@@ -276,11 +291,13 @@ def test_ids_of_a_sketch_lie_below_the_size():
 # ---- ids on the wire --------------------------------------------------------------------------
 
 
+@quick
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
 def test_ids_round_trip(ids):
     assert unpack_ids(pack_ids(ids), 50) == ids
 
 
+@quick
 @given(st.integers(0, 2**32 - 1), st.binary(max_size=4), st.binary(max_size=4))
 def test_varint_round_trip_anywhere(value, before, behind):
     data = before + varint(value) + behind
@@ -310,6 +327,7 @@ def test_more_ids_than_allowed_are_refused():
         unpack_ids(pack_ids([1, 300])[:-1], 8)
 
 
+@quick
 @given(st.binary(max_size=40))
 def test_any_bytes_are_ids_or_refused(data):
     try:

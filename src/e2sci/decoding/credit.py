@@ -25,6 +25,10 @@ import msgspec
 from e2sci.decoding.predictor import ConstantPredictor, Predictor
 
 
+_MAX_REGRET = 100.0
+"""Nats; a token the target thinks impossible costs this much of a budget, not all of it for good."""
+
+
 class CreditParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Constants of credit and threshold. Raises ValueError when they contradict each other.
 
@@ -135,7 +139,7 @@ class Credit:
         state = self.state
         state.judged += 1
         state.passed += accepted if self.params.source == "observed" else base
-        state.spent += max(0.0, regret)
+        state.spent += min(max(0.0, regret), _MAX_REGRET)
         state.kept += 1
         cut = self.params.source == "observed" and not accepted
         if state.judged >= self.params.window or cut:

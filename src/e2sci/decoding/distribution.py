@@ -63,6 +63,10 @@ class Distribution(Protocol):
         """The k most probable tokens (fewer if fewer are known)."""
         ...
 
+    def limited(self, size: int) -> Distribution:
+        """The same over ids below `size` only: padding and foreign tails removed."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Dense:
@@ -105,7 +109,6 @@ class Dense:
         return TopK(ids, self.log_prob(ids), self.size)
 
     def limited(self, size: int) -> Dense:
-        """The same logits over ids below `size` only: padding and foreign tails removed."""
         return self if size >= self.size else Dense(self.logits[:size])
 
 
@@ -147,6 +150,15 @@ class TopK:
     def top(self, k: int) -> TopK:
         order = np.lexsort((self.ids, -self.log_probs))[:k]
         return TopK(self.ids[order], self.log_probs[order], self.size)
+
+    def limited(self, size: int) -> TopK:
+        if size >= self.size:
+            return self
+        keep = self.ids < size
+        if not keep.any():
+            raise ValueError(f"none of the {len(self.ids)} tokens known lies below {size}")
+        left = 1.0 - float(np.exp(self.log_probs[~keep]).sum())
+        return TopK(self.ids[keep], self.log_probs[keep] - np.log(left), size)
 
     def without_tail(self) -> TopK:
         """The known part made a distribution of its own: what a draft samples from."""

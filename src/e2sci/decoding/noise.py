@@ -64,7 +64,8 @@ def pick_of_all(
     near = np.flatnonzero(logits > np.float32(top - _NEAR * temperature))
     scores = logits[near].astype(np.float64) / temperature
     best = (scores + _to_gumbel(_bits(key, near))).max()
-    needed = np.exp(-np.exp(-(best - (top / temperature - _NEAR) - 1e-6)))
+    slack = 1e-6 * (1 + abs(top / temperature))  # single precision of `near`'s bound
+    needed = np.exp(-np.exp(-(best - (top / temperature - _NEAR) - slack)))
     ids = np.flatnonzero(_all_bits(key, len(logits)) >= _from_unit(needed))
     ids = np.union1d(near, ids)
     return pick_among(ids, logits[ids].astype(np.float64) / temperature, seed, position, stream)

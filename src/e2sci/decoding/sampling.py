@@ -2,9 +2,9 @@
 
 A pick is  y = argmax_v (log p'(v) + g(seed, position, v)),  p' the distribution after penalties,
 temperature, top-k, top-p and min-p (in that order), g Gumbel noise from a counter hash. Draft and
-target share the noise, so they pick the same token whenever their distributions nearly agree, and
-a text depends on models and seed alone: not on windows, batches or the network (ours). At
-temperature 0, and below 1e-5, a pick is plain argmax.
+target share the noise (Daliri, Musco and Suresh 2024), so they pick the same token whenever their
+distributions nearly agree, and a text depends on models and seed alone: not on windows, batches or
+the network. At temperature 0, and below 1e-5, a pick is plain argmax.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def pipelined(alpha: float, window: int, t_draft: float, t_pass: PassMs, rtt: fl
     """Bound of drafting and verifying at once: 1 / (max(t_d, t_v) + (1-α)·L).
 
     The slower of drafting and verifying sets the pace; each rejection costs one loop
-    L = RTT + W·t_d + the pass that finds it. On hardware whose passes take the same time at any
+    L = RTT + the pass that finds it. On hardware whose passes take the same time at any
     size, t_v vanishes and this is 1/(t_d + (1-α)·L).
     """
     pace = max(t_draft, verify_ms(t_pass))

@@ -35,7 +35,7 @@ import numpy as np
 
 from e2sci.decoding.acceptance import Judgement, Place, make_rule
 from e2sci.decoding.credit import Credit
-from e2sci.decoding.distribution import Dense, Distribution, TopK, decode, pack_ids
+from e2sci.decoding.distribution import Distribution, TopK, decode, pack_ids
 from e2sci.decoding.divergence import divergence
 from e2sci.decoding.predictor import Predictor
 from e2sci.decoding.sampling import History
@@ -118,6 +118,8 @@ class CloudSession:
         """Draft tokens have come. Raises ProtocolError on a window that can't be ours."""
         if self.finished or message.branch < self.branch:
             return []
+        if not self._prompt <= message.start <= self._end:
+            raise ProtocolError("bad_window", f"window at {message.start}, outside of the output")
         drafts = self._drafts(message)
         if message.branch > self.branch:
             if self.queue:
@@ -175,7 +177,8 @@ class CloudSession:
             self.carry = self._limited(outputs[-1])
             if not self.queue and (self.rule.eager or (judged and not self._opening.lookahead)):
                 bonus = [self._own_token()]
-        return [*self._verdict(start, outcomes, bonus), *self._use_carry(), *self._ending()]
+        said = self._verdict(start, outcomes, bonus)
+        return said + (self._ending() if self.finished else self._use_carry())
 
     def fill(self) -> list[Message]:
         """Nothing valid is queued and nothing is expected soon: commit the carry's own pick."""
@@ -190,10 +193,6 @@ class CloudSession:
             return []
         self.finished = "cancelled"
         return self._ending()
-
-    def evicted(self) -> None:
-        """The engine has dropped our cache; the next pass rebuilds it."""
-        self.cached, self.carry = 0, None
 
     # ---- judging --------------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class CloudSession:
 
     def _limited(self, p: Distribution) -> Distribution:
         """p without the ids that mean nothing at the other end (padding, foreign tails)."""
-        return p.limited(self._model.vocab) if isinstance(p, Dense) else p
+        return p.limited(self._model.vocab)
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -291,7 +290,8 @@ class CloudSession:
         return [Finished(request=self.request, reason=self.finished)]
 
     def _record(self, place: Place, draft: Draft, outcome: Judgement, threshold: float) -> Judged:
-        q = draft.q
+        # Under rejection q is the processed, truncated q', which is no match for the raw p.
+        q = draft.q if self._opening.rule.name != "rejection" else None
         return Judged(
             position=place.position,
             draft=draft.token,

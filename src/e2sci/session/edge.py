@@ -21,7 +21,6 @@ driver feeds the draft from there. A correction or bonus token thus always reach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,6 +31,7 @@ from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.decoding.sampling import History
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import (
+    MAX_QUEUE,
     MAX_WINDOW,
     CreditView,
     Finished,
@@ -168,14 +168,13 @@ class EdgeSession:
         if self.finished:
             return []
         own = ids_of(message.ids, self._vocab, MAX_WINDOW, "verdict")
-        stale = message.accepted > 0 and message.branch != self.branch
-        if message.start != len(self.committed) or message.accepted > self.sent or stale:
-            raise ProtocolError(
-                "bad_verdict",
-                f"verdict on {message.accepted} tokens at {message.start} fits nothing",
-            )
+        tolerated = ids_of(message.tolerated, MAX_QUEUE, MAX_QUEUE, "verdict")
+        self._check(message, own)
         self._count(message)
-        commits = list(self._accept(message))
+        commits = [
+            self._agree(Origin.TOLERATED if i in tolerated else Origin.AGREED)
+            for i in range(message.accepted)
+        ]
         if message.rejected:
             self._cut()
             self.branch = message.branch + 1
@@ -205,10 +204,16 @@ class EdgeSession:
             state=self.credit.state if self.credit else self._opening.state,
         )
 
-    def _accept(self, message: Verdict) -> Iterator[Commit]:
-        tolerated = set(unpack_ids(message.tolerated, MAX_WINDOW * 2))
-        for i in range(message.accepted):
-            yield self._agree(Origin.TOLERATED if i in tolerated else Origin.AGREED)
+    def _check(self, message: Verdict, own: list[int]) -> None:
+        """Raises ProtocolError on a verdict about something that was never sent."""
+        judged = message.accepted + message.rejected
+        stale = judged > 0 and message.branch != self.branch
+        fits = message.start == len(self.committed) and 0 <= message.accepted <= judged <= self.sent
+        if not fits or stale or (message.rejected and not own):
+            raise ProtocolError(
+                "bad_verdict",
+                f"verdict on {message.accepted} tokens at {message.start} fits nothing",
+            )
 
     def _agree(self, origin: Origin) -> Commit:
         """S's head is final."""
@@ -252,4 +257,4 @@ class EdgeSession:
         if message.credit is not None:
             self.credit = message.credit
             if message.credit.window is not None:
-                self.window_size = message.credit.window
+                self.window_size = self.lookahead.window = message.credit.window

@@ -19,7 +19,7 @@ class Lookahead:
     def __init__(self, window: int, eta: float = 0.25, most: int = 64) -> None:
         self.window = window
         self._eta = eta
-        self._most = max(window, most)
+        self._most = most
         self._round_trip: int | None = None
         self._concurrent = float(window)
 

@@ -13,6 +13,7 @@ with a longer prefix, on any replica.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -23,8 +24,8 @@ from e2sci.decoding.distribution import unpack_ids
 from e2sci.decoding.sampling import SamplingParams
 
 VERSION = 1
-MAX_FRAME = 1 << 20
-"""Bytes in a frame at most: a prompt of 300 000 tokens."""
+MAX_FRAME = 1 << 21
+"""Bytes in a frame at most: a resume with a prompt and an output of MAX_TOKENS each fits."""
 MAX_TOKENS = 1 << 18
 MAX_WINDOW = 64
 """Draft tokens in one window at most."""
@@ -35,11 +36,15 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class ProtocolError(Exception):
-    """The peer said something it must not. `code` is one word for machines."""
+    """The peer said something it must not. `code` is one word for machines; `request` the request
+    it was about, 0 if that can't be told."""
 
-    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+    def __init__(
+        self, code: str, message: str, *, retryable: bool = False, request: int = 0
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.request = request
         self.retryable = retryable
 
 
@@ -114,7 +119,8 @@ class Window(Message, tag=5, frozen=True, kw_only=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Why one position went as it did (only on request). Divergences in nats, None without q."""
+    """Why one position went as it did (only on request). Divergences in nats, None without q;
+    `window`: number of the pass that judged it."""
 
     position: int
     draft: int
@@ -203,11 +209,22 @@ def decode_message(frame: bytes | str) -> AnyMessage:
     try:
         return _decoder.decode(frame)
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError("malformed", f"not a message of this protocol: {error}") from None
+        raise ProtocolError(
+            "malformed", f"not a message of this protocol: {error}", request=_request_of(frame)
+        ) from None
     except RecursionError:
         raise ProtocolError(
             "malformed", "not a message of this protocol: nested too deep"
         ) from None
+
+
+def _request_of(frame: bytes) -> int:
+    """The request an otherwise unreadable Open is about, so that only that request fails."""
+    with suppress(msgspec.DecodeError, ValueError, RecursionError):
+        match msgspec.msgpack.decode(frame):
+            case [3, int(request), *_] if request > 0:
+                return request
+    return 0
 
 
 def ids_of(data: bytes, vocab: int, limit: int, what: str) -> list[int]:
