@@ -133,11 +133,13 @@ def test_top_k_without_tail_is_a_distribution():
     assert known.tail == pytest.approx(0)
 
 
-def test_limited_top_k_forgets_ids_beyond():
+def test_limited_top_k_forgets_ids_beyond_and_shares_their_mass_out():
     head = topk({5: 0.1, 2: 0.3, 9: 0.4}, 20)
     cut = head.limited(9)
     assert (cut.ids.tolist(), cut.size) == ([5, 2], 9)
-    np.testing.assert_array_equal(cut.log_prob(np.array([2, 9])), [np.log(0.3), -np.inf])
+    np.testing.assert_allclose(cut.log_prob(np.array([2, 9])), [np.log(0.3 / 0.6), -np.inf])
+    with pytest.raises(ValueError, match="none of the 3 tokens known lies below 2"):
+        head.limited(2)
     assert head.limited(20) is head
 
 

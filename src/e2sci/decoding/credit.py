@@ -24,9 +24,8 @@ import msgspec
 
 from e2sci.decoding.predictor import ConstantPredictor, Predictor
 
-
 _MAX_REGRET = 100.0
-"""Nats; a token the target thinks impossible costs this much of a budget, not all of it for good."""
+"""Nats: a token the target thinks impossible costs so much of a budget, not all of it for good."""
 
 
 class CreditParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
