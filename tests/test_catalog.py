@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from e2sci.cli.models import models
+from e2sci.cli import main
 from e2sci.engines import catalog, fetch, sources
 from e2sci.engines.base import ModelNotFound
 from e2sci.engines.catalog import HubName
@@ -102,7 +102,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*args: str) -> Result:
-    return CliRunner().invoke(models, args)
+    return CliRunner().invoke(main, ["models", *args])
 
 
 def listed() -> list[bool]:

@@ -86,7 +86,13 @@ class World:
         output = [t for t in self.edge.output if t != EOS]
         assert self.edge.finished is not None
         return Outcome(
-            output, self.commits, self.edge.finished, self.edge, self.cloud, self.uplink, self.credits
+            output,
+            self.commits,
+            self.edge.finished,
+            self.edge,
+            self.cloud,
+            self.uplink,
+            self.credits,
         )
 
     # ---- set-up ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import IO, Any
 
 import click
 
@@ -11,8 +12,23 @@ from e2sci import __version__
 COMMANDS = ("cloud", "run", "demo", "models", "link", "doctor")
 
 
+class Interrupted(click.ClickException):
+    """Ctrl-C."""
+
+    exit_code = 130  # 128 + SIGINT, as shells have it
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, err=True)
+
+
 class Lazy(click.Group):
     """Imports a command's file when it is used, so that `e2sci --help` is instant."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted") from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -135,14 +134,7 @@ def load(
             role,
             context=context,
             slots=slots,
-            threads=threads or _cores(),
+            threads=threads,
             gpu_layers=gpu_layers,
             progress=progress,
         )
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

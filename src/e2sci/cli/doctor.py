@@ -73,9 +73,9 @@ async def _examine(url: str, engine: Engine) -> Report:
     async with Edge(url, engine) as edge:
         notices = await edge.connect()
         rtts = [await edge.ping() for _ in range(7)]
-        drafted = await edge.generate(PROBE, mode="draft", max_tokens=24)
-        times = drafted.stats
-        draft_ms = 1000 * (times.seconds - (times.ttft_s or 0)) / max(1, len(drafted.token_ids) - 1)
+        endless = dict.fromkeys(engine.info.eos_ids, -100.0)
+        drafted = await edge.generate(PROBE, mode="draft", max_tokens=24, logit_bias=endless)
+        draft_ms = 1000 / drafted.stats.decode_tokens_per_s
         probe = await edge.generate(PROBE, mode="pipelined", fill=False, max_tokens=48)
         return _judge(
             engine.info.name,
@@ -99,7 +99,7 @@ def _judge(
 ) -> Report:
     alone = yardsticks.cloud_alone(times.ms(1))
     sync = max(yardsticks.synchronous(alpha, w, draft_ms, times.ms, rtt) for w in range(1, 17))
-    both = yardsticks.pipelined(alpha, 4, draft_ms, times.ms, rtt)
+    both = yardsticks.pipelined(alpha, draft_ms, times.ms, rtt)
     gain = max(sync, both) / alone
     if gain > 1.05:
         mode = "pipelined" if both >= sync else "sync"

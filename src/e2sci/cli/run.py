@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,17 +41,12 @@ CLOUD_LOST = 3
 """Exit code when the cloud goes away in the middle of an answer."""
 
 
-class BiasParam(click.ParamType[tuple[int, float]]):
-    """ID=VALUE."""
-
-    name = "ID=VALUE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
-        token, _, bias = str(value).partition("=")
-        try:
-            return int(token), float(bias)
-        except ValueError:
-            self.fail(f"{value!r} is no bias; expected ID=VALUE, as in 151643=-100", param, ctx)
+def bias(value: str) -> tuple[int, float]:
+    """ID=VALUE; raises BadInput."""
+    token, _, change = value.partition("=")
+    with suppress(ValueError):
+        return int(token), float(change)
+    raise BadInput(f"{value!r} is no bias; expected ID=VALUE, as in 151643=-100")
 
 
 @click.command()
@@ -84,6 +78,18 @@ class BiasParam(click.ParamType[tuple[int, float]]):
 )
 @click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
 @click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
+@click.option(
+    "--floor",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Least target probability of a token that is not its own pick.",
+)
+@click.option(
+    "--agreement/--no-agreement",
+    default=None,
+    help="Accept whenever draft and target pick the same.  [default: all rules but fuzzy]",
+)
 @click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]")
 @click.option("--lookahead", type=int, default=64, show_default=True, help="Unjudged tokens.")
 @click.option(
@@ -100,7 +106,7 @@ class BiasParam(click.ParamType[tuple[int, float]]):
 @click.option("--frequency-penalty", type=float, default=0.0, show_default=True)
 @click.option("--presence-penalty", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--logit-bias", type=BiasParam(), multiple=True, help="May be repeated.")
+@click.option("--logit-bias", type=bias, metavar="ID=VALUE", multiple=True, help="May be repeated.")
 @click.option("--stop", multiple=True, help="End the text before this; may be repeated.")
 @click.option("--system", help="A system message.")
 @click.option("--raw", is_flag=True, help="No chat template: go on with PROMPT as it is.")
@@ -113,7 +119,7 @@ class BiasParam(click.ParamType[tuple[int, float]]):
 )
 @click.option(
     "--wait",
-    type=float,
+    type=click.FloatRange(0),
     default=15.0,
     show_default=True,
     help="Seconds to keep trying for a cloud that is lost in mid-answer.",
@@ -278,4 +284,4 @@ def _write_trace(file: IO[str], records: list[Judged]) -> None:
     for record in records:
         names = record.__struct_fields__
         file.write(json.dumps(dict(zip(names, msgspec.structs.astuple(record), strict=True))))
-        file.write(os.linesep)
+        file.write("\n")

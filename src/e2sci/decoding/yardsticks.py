@@ -31,21 +31,29 @@ def synchronous(alpha: float, window: int, t_draft: float, t_pass: PassMs, rtt: 
     return 1000 * tokens_per_window(alpha, window) / cycle
 
 
-def verify_ms(t_pass: PassMs, most: int = 32) -> float:
-    """The least time in which a target can verify a token, whatever the size of its passes."""
-    return min(t_pass(n) / n for n in range(1, most + 1))
+def verify_ms(alpha: float, t_pass: PassMs, most: int = 32) -> float:
+    """The least target time a committed token can cost: min over n of c(n+1) / E[tokens of n].
 
-
-def pipelined(alpha: float, window: int, t_draft: float, t_pass: PassMs, rtt: float) -> float:
-    """Bound of drafting and verifying at once: 1 / (max(t_d, t_v) + (1-α)·L).
-
-    The slower of drafting and verifying sets the pace; each rejection costs one loop
-    L = RTT + the pass that finds it. On hardware whose passes take the same time at any
-    size, t_v vanishes and this is 1/(t_d + (1-α)·L).
+    What a pass judges behind a rejection is in vain, so larger passes are not always better. Where
+    a pass takes the same time at any size this is nearly (1-α)·c.
     """
-    pace = max(t_draft, verify_ms(t_pass))
-    loop = rtt + t_pass(window)
-    return 1000 / (pace + (1 - alpha) * loop)
+    return min(t_pass(n + 1) / tokens_per_window(alpha, n) for n in range(most))
+
+
+def pipelined(alpha: float, t_draft: float, t_pass: PassMs, rtt: float) -> float:
+    """Bound of drafting and verifying at once; the tighter of two:
+
+        edge    1 / (t_d + (1-α)·(RTT + c(1)))     it drafts all the time but for the loop from a
+                                                   wrong token to its correction
+        cloud   1 / (t_v + (1-α)·(RTT + t_d))      it verifies all the time but for the loop from a
+                                                   correction to the next draft token
+
+    The first is the usual 1/(t_d + (1-α)·L). The second binds where passes grow with their size.
+    Filling can exceed it only as far as the cloud alone would.
+    """
+    edge = t_draft + (1 - alpha) * (rtt + t_pass(1))
+    cloud = verify_ms(alpha, t_pass) + (1 - alpha) * (rtt + t_draft)
+    return 1000 / max(edge, cloud)
 
 
 def break_even_rtt(alpha: float, t_draft: float, t_pass: float) -> float:

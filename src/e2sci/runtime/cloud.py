@@ -54,6 +54,15 @@ def different_vocabularies(edge: str, cloud: str) -> ProtocolError:
     )
 
 
+def require_truncation(engine: Engine) -> None:
+    """Raises ValueError on a model whose cache can't be cut back."""
+    if not engine.info.can_truncate:
+        raise ValueError(
+            f"{engine.info.name}: its cache can't be cut back after a rejection (recurrent or "
+            "sliding-window); choose a model with plain attention"
+        )
+
+
 class Cloud:
     """An engine at the service of edges. Use as an async context manager.
 
@@ -67,11 +76,7 @@ class Cloud:
         predictor: Predictor | None = None,
         times: PassTimes | None = None,
     ) -> None:
-        if not engine.info.can_truncate:
-            raise ValueError(
-                f"{engine.info.name}: its cache can't be cut back after a rejection (recurrent or "
-                "sliding-window); choose a model with plain attention"
-            )
+        require_truncation(engine)
         self.engine = engine
         self.times = times
         self.scheduler: Scheduler | None = None
@@ -115,7 +120,7 @@ class Cloud:
         info = self.engine.info
         shared = min(hello.real_vocab, info.real_vocab)
         ours = self._fingerprint.at(shared)
-        if shared == hello.real_vocab and ours != hello.fingerprint:
+        if shared < 1 or (shared == hello.real_vocab and ours != hello.fingerprint):
             raise different_vocabularies(hello.model, info.name)
         assert self.times is not None
         return Welcome(
@@ -183,7 +188,13 @@ class _Connection:
         return welcome.shared_vocab
 
     async def _handle(self, frame: bytes | str, vocab: int) -> None:
-        message = decode_message(frame)
+        try:
+            message = decode_message(frame)
+        except ProtocolError as error:
+            if not error.request:
+                raise
+            self._refuse(error.request, error)
+            return
         match message:
             case Open():
                 self._guard(message.request, lambda: self._open(message, vocab))
@@ -203,11 +214,14 @@ class _Connection:
         try:
             action()
         except ProtocolError as error:
-            log.info("request %s refused: %s", request, error)
-            seat = self._seats.pop(request, None)
-            if seat is not None:
-                self._scheduler.leave(seat)
-            self._post([error_message(error, request)])
+            self._refuse(request, error)
+
+    def _refuse(self, request: int, error: ProtocolError) -> None:
+        log.info("request %s refused: %s", request, error)
+        seat = self._seats.pop(request, None)
+        if seat is not None:
+            self._scheduler.leave(seat)
+        self._post([error_message(error, request)])
 
     def _open(self, message: Open, vocab: int) -> None:
         if message.request <= self._latest:

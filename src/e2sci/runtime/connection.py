@@ -86,7 +86,8 @@ class Connection:
         self._connector = connector
         self._info: ModelInfo = engine.info
         self._fingerprint: Fingerprint = fingerprint(engine)
-        self._patience = patience
+        self.patience = patience
+        self._failure = ""
         self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
         self._inboxes: dict[int, Inbox] = {}
@@ -95,25 +96,28 @@ class Connection:
 
     async def ensure(self, *, patience: float | None = None) -> Welcome:
         """Connect if need be. Raises CloudUnreachable, or Refused when the pair can't work."""
+        waited = self._lock.locked()
         async with self._lock:
             if self._channel is None:
-                allowed = self._patience if patience is None else patience
-                try:
-                    await self._retry(allowed)
-                except RetryError as error:
-                    reason = error.last_attempt.exception()
-                    raise CloudUnreachable(f"{reason} (tried for {allowed:.0f} s)") from None
+                if waited and self._failure:  # who tried meanwhile has failed for all
+                    raise CloudUnreachable(self._failure)
+                await self._retry(self.patience if patience is None else patience)
             assert self.welcome is not None
             return self.welcome
 
     async def _retry(self, allowed: float) -> None:
-        async for attempt in AsyncRetrying(
+        self._failure = ""
+        tries = AsyncRetrying(
             stop=stop_after_delay(allowed),
             wait=wait_random_exponential(multiplier=0.1, max=2),
             retry=retry_if_exception_type(ChannelClosed),
-        ):
-            with attempt:
-                await self._open()
+        )
+        try:
+            await tries(self._open)
+        except RetryError as error:
+            reason = error.last_attempt.exception()
+            self._failure = f"{reason} (tried for {allowed:.0f} s)" if allowed else str(reason)
+            raise CloudUnreachable(self._failure) from None
 
     def request(self, inbox: Inbox) -> int:
         """A fresh request number whose messages go to `inbox`."""
@@ -145,7 +149,8 @@ class Connection:
 
     async def close(self) -> None:
         if self._reader is not None:
-            self._reader.cancel()
+            if self._channel is not None:  # else it is closing a lost one: let it
+                self._reader.cancel()
             with suppress(asyncio.CancelledError):
                 await self._reader
         if self._channel is not None:
@@ -189,7 +194,9 @@ class Connection:
                     f"the cloud speaks protocol version {answer.version}, this edge "
                     f"{hello.version}; install the same e2sci release at both ends",
                 )
-            if self._fingerprint.at(answer.shared_vocab) != answer.fingerprint:
+            shared = answer.shared_vocab
+            ours = 0 < shared <= self._info.real_vocab and self._fingerprint.at(shared)
+            if ours != answer.fingerprint:
                 raise different_vocabularies(self._info.name, answer.model)
         except ProtocolError as error:
             raise Refused(error.code, str(error)) from None
@@ -222,9 +229,9 @@ class Connection:
             reason = str(error)
         log.warning("connection to the cloud lost: %s", reason)
         self._channel = None
-        await channel.close()
-        for inbox in self._inboxes.values():
+        for inbox in self._inboxes.values():  # before anyone can reconnect
             inbox.put(ConnectionLost(reason))
+        await channel.close()
 
     def _route(self, message: object, size: int) -> None:
         if isinstance(message, Error) and message.request == 0:

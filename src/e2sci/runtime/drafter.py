@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from e2sci.decoding.acceptance import Proposal, RuleParams, make_rule
-from e2sci.decoding.distribution import Dense
 from e2sci.decoding.sampling import History, SamplingParams
 from e2sci.engines.base import Engine, Step
 from e2sci.session.edge import EdgeSession
@@ -63,8 +62,7 @@ class Drafter:
         if self._engine.length(self._sequence) > job.keep:
             self._engine.truncate(self._sequence, job.keep)
         [[q]] = self._engine.forward([Step(self._sequence, job.feed)])
-        if isinstance(q, Dense):
-            q = q.limited(self._vocab)
+        q = q.limited(self._vocab)
         return self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
 
     def free(self) -> None:

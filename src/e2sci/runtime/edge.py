@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from e2sci.decoding.distribution import Dense
 from e2sci.decoding.sampling import History, SamplingParams, pick
 from e2sci.engines.base import Engine, Step
+from e2sci.runtime.cloud import require_truncation
 from e2sci.runtime.connection import Connection, EdgeError
 from e2sci.runtime.drafter import Drafter
 from e2sci.runtime.options import Options, Piece, Result, Stats
@@ -71,6 +71,8 @@ class Edge:
         patience: float = 15.0,
         options: Options | None = None,
     ) -> None:
+        if not patience >= 0:
+            raise ValueError(f"patience is {patience}; expected 0 seconds or more")
         self.engine = engine
         self.options = options or Options()
         self._worker = Worker("draft")
@@ -121,60 +123,60 @@ class Edge:
             raise ValueError("not connected yet; call connect() first")
         return welcome
 
-    async def stream(self, prompt: str | Chat, **changes: Any) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: str | Chat, **changes: Any) -> AsyncGenerator[Piece, None]:
         """Generate; text and tokens as they become final. The last piece carries the `result`.
 
         `changes`: fields of Options and of SamplingParams. Raises ValueError on bad input and
         EdgeError (CloudUnreachable, Refused, CloudLost with the text so far) when it can't go on.
         """
         options = options_from(self.options, changes)
+        if options.mode in ("sync", "pipelined"):
+            require_truncation(self.engine)
         ids = prompt_ids(self.engine, prompt, system=options.system, raw=options.raw)
         pieces = (
             self._locally(ids, options) if options.mode == "draft" else self._both(ids, options)
         )
-        async for piece in pieces:
-            yield piece
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
 
     async def generate(self, prompt: str | Chat, **changes: Any) -> Result:
         """`stream` to its end; the whole result."""
-        async for piece in self.stream(prompt, **changes):
-            if piece.result is not None:
-                return piece.result
+        async with aclosing(self.stream(prompt, **changes)) as pieces:
+            async for piece in pieces:
+                if piece.result is not None:
+                    return piece.result
         raise EdgeError("the stream ended without a result")
 
     # ---- ways to generate -----------------------------------------------------------------
 
-    async def _both(self, ids: list[int], options: Options) -> AsyncIterator[Piece]:
+    async def _both(self, ids: list[int], options: Options) -> AsyncGenerator[Piece, None]:
         connection = self._cloud()
-        welcome = await connection.ensure()
-        context = welcome.context
-        if options.mode != "cloud":
-            context = min(context, self.engine.info.context)
-        limit = self._limit(ids, options, context)
-        eos = frozenset(welcome.eos)
-        record = Record(TextStream(self.engine.tokenizer, options.stop), eos)
         async with AsyncExitStack() as stack:
-            drafter = None
-            if options.mode != "cloud":
+            sequence = None if options.mode == "cloud" else await self._sequence(stack)
+            # Last, so that nothing is awaited between having a connection and using it.
+            welcome = await connection.ensure()
+            drafter, context = None, welcome.context
+            if sequence is not None:
+                context = min(context, self.engine.info.context)
                 drafter = Drafter(
                     self.engine,
-                    await self._sequence(stack),
+                    sequence,
                     rule=options.rule,
                     sampling=options.sampling,
                     vocab=welcome.shared_vocab,
                     trace=options.trace,
                 )
+            limit = self._limit(ids, options, context)
+            record = Record(TextStream(self.engine.tokenizer, options.stop), frozenset(welcome.eos))
             request = Request(
                 connection, welcome, self._worker, drafter, record, ids, options, limit
             )
-            pieces = request.pieces()
-            try:
+            async with aclosing(request.pieces()) as pieces:
                 async for piece in pieces:
                     yield piece
-            finally:
-                await pieces.aclose()  # type: ignore[attr-defined]
 
-    async def _locally(self, ids: list[int], options: Options) -> AsyncIterator[Piece]:
+    async def _locally(self, ids: list[int], options: Options) -> AsyncGenerator[Piece, None]:
         """The draft model alone."""
         info = self.engine.info
         limit = self._limit(ids, options, info.context)
@@ -186,7 +188,7 @@ class Edge:
             for _ in range(limit):
                 step = Step(sequence, feed)
                 [[p]] = await self._worker.submit(lambda step=step: self.engine.forward([step]))  # type: ignore[misc]
-                p = p.limited(info.real_vocab) if isinstance(p, Dense) else p
+                p = p.limited(info.real_vocab)
                 token = pick(p, options.sampling, history)
                 commit = Commit(len(history), token, Origin.DRAFTED)
                 history.append(token)
@@ -267,10 +269,15 @@ class BlockingEdge:
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(pieces.aclose())  # type: ignore[attr-defined]
+            self._run(pieces.aclose())
 
     def _run(self, call: Any) -> Any:
         async def wrapped() -> Any:
             return await call
 
-        return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(wrapped(), self._loop)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            running.cancel()
+            raise

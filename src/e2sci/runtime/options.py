@@ -24,11 +24,16 @@ class Options:
 
     `mode`: `cloud` (target alone, streamed), `draft` (draft alone, no cloud), `sync` (classic
     speculative decoding) or `pipelined`. `accept`: the acceptance rule; `strict` changes nothing in
-    the target's text. `measure`, `threshold` (nats): of fuzzy and elastic; a threshold given to
+    the target's text. Of fuzzy and elastic: `measure` and `threshold` (nats); a threshold given to
     elastic is its T_base, and T stays between a quarter of it and 1.75 times it (ours: the ratios
-    of the default bounds). `window`: draft tokens sent together; `lookahead`: unjudged tokens at
-    most. `fill`: let the cloud decode by itself while no draft is there (None: in pipelined mode).
-    `stop`: texts that end the output. `raw`: no chat template. `trace`: record every judgement.
+    of the default bounds). `budget`: mean regret in nats a token at most. `floor`: least p(x) of a
+    token that is not the target's pick. `agreement`: accept on x = y (None: the rule's own way).
+    `constants`: of credit and threshold, in place of those derived from the fields before.
+
+    `window`: draft tokens sent together; `lookahead`: unjudged tokens at most; `eta`: how much of
+    itself the lookahead grows by on positive feedback. `fill`: let the cloud decode by itself while
+    no draft is there (None: in pipelined mode). `stop`: texts that end the output. `raw`: no chat
+    template. `trace`: record every judgement.
     """
 
     mode: Mode = "pipelined"
@@ -36,8 +41,12 @@ class Options:
     measure: Measure = "js"
     threshold: float | None = None
     budget: float | None = None
+    floor: float = 0.0
+    agreement: bool | None = None
+    constants: CreditParams | None = None
     window: int | None = None
     lookahead: int = 64
+    eta: float | None = None
     fill: bool | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 256
@@ -50,6 +59,8 @@ class Options:
         _within("window", self.window, 1, MAX_WINDOW)
         _within("lookahead", self.lookahead, 1, MAX_WINDOW)
         _within("max_tokens", self.max_tokens, 1, 1 << 18)
+        if self.eta is not None and not 0 <= self.eta <= 8:
+            raise ValueError(f"eta is {self.eta}; expected 0 to 8")
         if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
             raise ValueError("stop takes up to 16 texts of 1 to 256 characters")
         self._contradictions()
@@ -70,17 +81,27 @@ class Options:
             )
         if self.measure != "js" and not thresholded:
             raise ValueError(f"{self.accept} has no measure; use it with fuzzy or elastic")
-        if self.budget is not None and self.accept != "elastic":
-            raise ValueError("a quality budget goes with accept=elastic")
+        if self.accept != "elastic" and (self.budget is not None or self.constants is not None):
+            raise ValueError("a quality budget and credit constants go with accept=elastic")
+        if self.floor and not (thresholded or self.accept == "typical"):
+            raise ValueError(f"{self.accept} tolerates nothing, so a floor has no use: drop it")
+        if self.agreement is not None and not (thresholded or self.accept == "typical"):
+            raise ValueError(f"agreement is no choice under {self.accept}: drop it")
+        if self.constants is not None and (self.threshold, self.budget) != (None, None):
+            raise ValueError("give either constants, or threshold and budget")
         if self.trace and self.mode in ("cloud", "draft"):
             raise ValueError(f"mode {self.mode} judges nothing, so there is no trace")
 
     @property
     def rule(self) -> RuleParams:
-        return RuleParams(name=self.accept, measure=self.measure)
+        return RuleParams(
+            name=self.accept, measure=self.measure, agreement=self.agreement, p_min=self.floor
+        )
 
     @property
     def credit(self) -> CreditParams:
+        if self.constants is not None:
+            return self.constants
         window = min(self.window_size, 16)
         t = self.threshold
         if self.accept == "fuzzy":
@@ -114,8 +135,9 @@ class Stats:
     """Figures of one generation; counts are of what was delivered.
 
     `tokens_per_s`: completion tokens over `seconds` (from the request to the last token; models are
-    loaded before). `acceptance_rate`: accepted of all judged draft tokens. `wasted_drafts`: drafted
-    and never committed. `cloud_tokens`: tokens the target was fed, without the prompt.
+    loaded before); `decode_tokens_per_s`: those behind the first over the time behind it.
+    `acceptance_rate`: accepted of all judged draft tokens. `wasted_drafts`: drafted and never
+    committed. `cloud_tokens`: tokens the target was fed, without the prompt.
     """
 
     mode: str
@@ -123,6 +145,7 @@ class Stats:
     seconds: float
     ttft_s: float | None
     tokens_per_s: float
+    decode_tokens_per_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
     acceptance_rate: float | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -46,6 +46,9 @@ from e2sci.session.messages import (
     Welcome,
     Window,
 )
+
+_LOSSES = 5  # in a row, with no token committed between them, before giving up
+_BUSY_PAUSE_S = 0.2  # between attempts to get a place again
 
 
 class CloudLost(EdgeError):
@@ -99,10 +102,12 @@ class Record:
     def times(self) -> dict[str, float | None]:
         """The timing fields of Stats."""
         seconds = self.last - self.began
+        rest = self.last - (self.first or self.last)
         return {
             "seconds": seconds,
             "ttft_s": self.first - self.began if self.first else None,
             "tokens_per_s": len(self.ids) / seconds if seconds > 0 else 0.0,
+            "decode_tokens_per_s": (len(self.ids) - 1) / rest if rest > 0 else 0.0,
         }
 
 
@@ -144,16 +149,18 @@ class Request:
             window=options.window_size,
             eos=frozenset(welcome.eos),
             vocab=welcome.shared_vocab,
-            lookahead=Lookahead(options.window_size, most=options.lookahead),
+            lookahead=Lookahead(options.window_size, options.eta, options.lookahead),
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._draft_s: float | None = None
         self._on_the_way: deque[tuple[int, float]] = deque()
         self._uplink = 0
         self._reconnects = 0
+        self._lost = 0.0
+        self._losses = self._committed_at_loss = 0
         self._trace: list[Judged] = []
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it is committed; the last piece carries the result. Raises EdgeError."""
         try:
             await self._send([self._opening])
@@ -175,8 +182,14 @@ class Request:
         self._inbox.wake.clear()
         commits: list[Commit] = []
         for item in self._inbox.take():
+            if commits and isinstance(item, ConnectionLost | Error):
+                self._inbox.put(item)  # hand out first what came before it
+                return commits
             if isinstance(item, ConnectionLost):
-                await self._resume()
+                await self._resume(item)
+                break
+            if isinstance(item, Error) and item.retryable and self._reconnects:
+                await self._resume_later(item)
                 break
             commits += self._handle(item)
         await self._take_draft()
@@ -233,7 +246,7 @@ class Request:
             self._on_the_way.popleft()
         if self._on_the_way and self._draft_s:
             round_trip = time.perf_counter() - self._on_the_way[0][1]
-            self._session.lookahead.measured(int(round_trip / self._draft_s) + 1)
+            self._session.lookahead.measured(round_trip / self._draft_s + 1)
         if verdict.rejected:
             self._on_the_way.clear()
 
@@ -250,14 +263,33 @@ class Request:
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
-    async def _resume(self) -> None:
+    async def _resume(self, lost: ConnectionLost) -> None:
         """Reconnect and go on from what is committed. Raises CloudLost when that fails."""
+        committed = len(self._session.committed)
+        self._losses = self._losses + 1 if committed == self._committed_at_loss else 1
+        self._committed_at_loss = committed
+        if self._losses > _LOSSES:
+            raise self._given_up(f"lost {_LOSSES} times without a token between: {lost}")
         try:
             await self._connection.ensure()
         except (CloudUnreachable, Refused) as error:
-            self._record.close()
-            raise CloudLost(f"the cloud is gone: {error}", self._result("lost")) from None
+            raise self._given_up(str(error)) from None
         self._reconnects += 1
+        self._lost = time.perf_counter()
+        await self._reopen()
+
+    async def _resume_later(self, error: Error) -> None:
+        """The cloud has no place now, perhaps because it still holds the one we have lost."""
+        if time.perf_counter() - self._lost > self._connection.patience:
+            raise self._given_up(error.message)
+        await asyncio.sleep(_BUSY_PAUSE_S)
+        await self._reopen()
+
+    def _given_up(self, reason: str) -> CloudLost:
+        self._record.close()
+        return CloudLost(f"the cloud is gone: {reason}", self._result("lost"))
+
+    async def _reopen(self) -> None:
         self._inbox.take()
         self._connection.forget(self._opening.request)
         self._opening = self._session.reopen(self._connection.request(self._inbox))

@@ -71,7 +71,7 @@ class Seat:
     drafting: bool
     lookahead: bool
     arrivals: Arrivals
-    acceptance: float = 0.9
+    acceptance: float = 0.95
     closed: bool = False
 
     def sent(self, now: float, verdict: Verdict) -> None:
@@ -130,9 +130,11 @@ class Scheduler:
 
     def window(self, seat: Seat, message: Window) -> None:
         """A window has come for a seat. Raises ProtocolError."""
-        if not seat.session.queue:
+        waiting = bool(seat.session.queue)
+        said = seat.session.window(message)
+        if not waiting and (said or seat.session.queue):  # and not of a branch that is dead
             seat.arrivals.came(self._now())
-        self._deliver(seat, seat.session.window(message))
+        self._deliver(seat, said)
         self._wake.set()
 
     async def run(self) -> None:
@@ -232,6 +234,9 @@ class Scheduler:
             self._deliver(seat, seat.session.passed(todo, outputs))
         except ProtocolError as error:
             self._fail(seat, error)
+        except Exception as error:  # what an engine returns is foreign: the others go on
+            log.exception("request %s: judging failed", seat.session.request)
+            self._fail(seat, ProtocolError("engine", f"the cloud's engine failed: {error}"))
 
     def _deliver(self, seat: Seat, messages: Sequence[Message]) -> None:
         if not messages:

@@ -80,7 +80,10 @@ def prompt_ids(engine: Engine, prompt: str | Chat, *, system: str | None, raw: b
     chat: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system:
         chat = [{"role": "system", "content": system}, *chat]
-    return engine.tokenizer.encode(render(info, chat), special=True)
+    ids = engine.tokenizer.encode(render(info, chat), special=True)
+    if not ids:
+        raise ValueError(f"the chat template of {info.name} makes nothing of this prompt")
+    return ids
 
 
 def render(info: ModelInfo, chat: Chat) -> str:
@@ -90,7 +93,7 @@ def render(info: ModelInfo, chat: Chat) -> str:
         return _template(info.template).render(
             messages=chat, add_generation_prompt=True, bos_token=info.bos, eos_token=info.eos
         )
-    except TemplateError as error:
+    except Exception as error:  # foreign code: anything can go wrong in it
         raise ValueError(f"the chat template of {info.name} refuses this: {error}") from None
 
 

@@ -91,7 +91,7 @@ async def connect(url: str) -> WebSocketChannel:
             close_timeout=1,
             proxy=None,
         )
-    except InvalidURI:
+    except (InvalidURI, ValueError):  # ValueError: a port or a host name that can't be
         raise ValueError(f"'{url}' is no WebSocket URL; expected ws://host:port") from None
     except (InvalidHandshake, EOFError) as error:
         raise ChannelClosed(f"{url} answers, but not as an e2sci cloud: {error}") from None

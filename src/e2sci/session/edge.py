@@ -135,9 +135,13 @@ class EdgeSession:
         return self.flush()
 
     def flush(self) -> list[Window]:
-        """The unsent tokens as a window, if there are W of them or no more will come."""
+        """The unsent tokens as a window, if there are W of them or no more will come.
+
+        With lookahead and nothing on its way the cloud is waiting: then a single token goes (ours).
+        """
         unsent = self.tail[self.sent :]
-        if not unsent or (len(unsent) < self.window_size and self.wants_draft):
+        enough = 1 if self._opening.lookahead and not self.sent else self.window_size
+        if not unsent or (len(unsent) < enough and self.wants_draft):
             return []
         unsent = unsent[:MAX_WINDOW]
         start = len(self.committed) + self.sent

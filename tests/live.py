@@ -1,0 +1,292 @@
+"""Clouds and edges for tests: joined in memory, or a cloud on a real port in its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import websockets
+from websockets.asyncio.client import connect as websocket_connect
+
+from e2sci.engines.base import fingerprint
+from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig, SyntheticTokenizer
+from e2sci.runtime.cloud import Cloud, template_hash
+from e2sci.runtime.edge import BlockingEdge, Edge
+from e2sci.runtime.passes import PassTimes
+from e2sci.runtime.transport import memory_pair
+from e2sci.server.cloud_app import listening
+from e2sci.session.messages import Hello, Message, decode_message, encode_message
+
+TIMES = PassTimes(((1, 1.0), (32, 1.0)))
+HOST = "127.0.0.1"
+
+
+class Watched(Synthetic):
+    """A synthetic engine that counts its passes, and may take its time or call a hook in each.
+
+    `passes`: tokens by sequence of each forward call; `hook(n)` runs before pass n, n from 1.
+    """
+
+    def __init__(
+        self,
+        config: SyntheticConfig | None = None,
+        slots: int = 64,
+        *,
+        seconds: float = 0.0,
+        hook: Callable[[int], object] | None = None,
+    ) -> None:
+        super().__init__(config or SyntheticConfig(seed=11), slots)
+        self.seconds, self.hook = seconds, hook
+        self.passes: list[dict[int, int]] = []
+
+    def forward(self, steps):
+        self.passes.append({step.sequence: len(step.tokens) for step in steps})
+        if self.hook:
+            self.hook(len(self.passes))
+        time.sleep(self.seconds)
+        return super().forward(steps)
+
+
+class Named(Synthetic):
+    """A model under its own name, optionally with other tokens or a longer tail of them."""
+
+    def __init__(self, name, *, other=None, tail=0, **config):
+        super().__init__(SyntheticConfig(**{"seed": 11, "padding": tail, **config}))
+        names = [SyntheticTokenizer().name(i) for i in range(REAL_VOCAB)]
+        names += [b"<tail %d>" % i for i in range(tail)]
+        if other is not None:
+            names[other] = b"<other>"
+        self.info = replace(self.info, name=name, real_vocab=len(names))
+        self.tokenizer.name = names.__getitem__
+        self.tokenizer.piece = lambda token: b"" if token >= REAL_VOCAB - 1 else names[token]
+
+
+def target(**config) -> Synthetic:
+    return Synthetic(SyntheticConfig(**{"seed": 11, **config}))
+
+
+def draft(**config) -> Synthetic:
+    return Synthetic(SyntheticConfig(**{"seed": 11, "divergence": 0.5, **config}))
+
+
+def cached(engine: Synthetic) -> int:
+    """Tokens in all caches of an engine together."""
+    return sum(engine.length(sequence) for sequence in range(engine.slots))
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Wait for `condition`, which must come true."""
+    for _ in range(int(seconds / 0.002)):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not come true in time")
+
+
+async def idle(cloud: Cloud) -> None:
+    """Wait until no request holds anything at the cloud."""
+    await until(lambda: cloud.scheduler.busy == 0 and cached(cloud.engine) == 0)
+
+
+@asynccontextmanager
+async def pair(draft_engine=None, target_engine=None, *, times=TIMES, **edge_options):
+    """An edge (`edge.cloud`: its cloud) joined in memory; at the end nothing may be left behind."""
+    engine = draft_engine or draft()
+    tasks = set()
+    async with Cloud(target_engine or target(), times=times) as cloud:
+
+        async def dial():
+            here, there = memory_pair()
+            tasks.add(asyncio.create_task(cloud.serve(there)))
+            return here
+
+        async with Edge(dial, engine, **edge_options) as edge:
+            edge.cloud = cloud
+            yield edge
+            await until(lambda: edge._free.qsize() == engine.slots and cached(engine) == 0)
+        await asyncio.gather(*tasks)
+        await idle(cloud)
+
+
+class LiveCloud:
+    """A cloud on a real loopback port, on an event loop in a thread of its own.
+
+    with LiveCloud(engine) as cloud: … cloud.url …; `kill()` drops every connection without a word
+    and stops listening; `start()` then brings up a new one on the same port.
+    """
+
+    def __init__(self, engine: Synthetic | None = None, *, times: PassTimes | None = TIMES) -> None:
+        self.engine = engine or target()
+        self.times = times
+        self.port = 0
+
+    def __enter__(self) -> LiveCloud:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def url(self) -> str:
+        return f"ws://{HOST}:{self.port}"
+
+    @property
+    def busy(self) -> int:
+        return self.cloud.scheduler.busy
+
+    def idle(self) -> None:
+        """Wait until no request holds anything."""
+        for _ in range(2500):
+            if self.busy == 0 and cached(self.engine) == 0:
+                return
+            time.sleep(0.002)
+        raise AssertionError("a request is still held")
+
+    def check(self) -> None:
+        """Nothing has stayed behind, and the next request is answered."""
+        self.idle()
+        with BlockingEdge(self.url, draft()) as edge:
+            answer = edge.generate("hello", max_tokens=10, logit_bias={EOS: -100.0})
+            assert len(answer.token_ids) == 10
+        self.idle()
+
+    def start(self) -> None:
+        self.engine.close()  # what a crash has left
+        ready: list[Exception | None] = []
+        up = threading.Event()
+
+        def main() -> None:
+            try:
+                asyncio.run(self._main(lambda: (ready.append(None), up.set())))
+            except Exception as error:
+                ready.append(error)
+                up.set()
+
+        self._thread = threading.Thread(target=main, daemon=True)
+        self._thread.start()
+        assert up.wait(10)
+        if ready[0]:
+            raise ready[0]
+
+    def kill(self) -> None:
+        """As a crash would: connections are reset, nothing is said. Any thread may call it."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._drop)
+        if threading.current_thread() is not self._thread and not _is_worker():
+            self._thread.join(10)
+            assert not self._thread.is_alive()
+
+    def _drop(self) -> None:
+        for channel in self._channels:
+            channel._socket.transport.abort()
+        self._stop.set()
+
+    async def _main(self, ready: Callable[[], object]) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._channels = set()
+        cloud = self.cloud = Cloud(self.engine, times=self.times)
+        serve = cloud.serve
+
+        async def tracked(channel):
+            self._channels.add(channel)
+            await serve(channel)
+            self._channels.discard(channel)
+
+        cloud.serve = tracked
+        async with cloud, listening(cloud, HOST, self.port) as self.port:
+            ready()
+            await self._stop.wait()
+
+
+def _is_worker() -> bool:
+    return threading.current_thread().name.startswith("target")
+
+
+class LivePeer:
+    """Something else that listens: every WebSocket that comes is given to `handler`."""
+
+    def __init__(self, handler: Callable[[object], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> LivePeer:
+        up = threading.Event()
+
+        async def main() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            async with websockets.asyncio.server.serve(
+                self._handler, HOST, 0, close_timeout=0.2
+            ) as s:
+                self.port = s.sockets[0].getsockname()[1]
+                up.set()
+                await self._stop.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+        self._thread.start()
+        assert up.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        return f"ws://{HOST}:{self.port}"
+
+
+class RawClient:
+    """A client that says whatever it is told, right or wrong."""
+
+    def __init__(self, socket) -> None:
+        self.socket = socket
+
+    async def send(self, frame: Message | bytes | str) -> None:
+        await self.socket.send(encode_message(frame) if isinstance(frame, Message) else frame)
+
+    async def receive(self) -> Message:
+        return decode_message(await asyncio.wait_for(self.socket.recv(), 5))
+
+    async def hello(self, **fields) -> Message:
+        """Shake hands as the synthetic model; `fields` instead of its own."""
+        engine = target()
+        hello = {
+            "model": "raw",
+            "real_vocab": REAL_VOCAB,
+            "fingerprint": fingerprint(engine).at(REAL_VOCAB),
+            "template": template_hash(engine.info.template),
+        }
+        await self.send(Hello(**{**hello, **fields}))
+        return await self.receive()
+
+    async def closed(self) -> int:
+        """Read to the end; the close code."""
+        with suppress(websockets.ConnectionClosed):
+            while True:
+                await asyncio.wait_for(self.socket.recv(), 5)
+        return self.socket.close_code
+
+    def vanish(self) -> None:
+        """Be gone without a word."""
+        self.socket.transport.abort()
+
+
+@asynccontextmanager
+async def raw_client(url: str, *, greet: bool = True):
+    async with websocket_connect(url, compression=None, max_size=None, close_timeout=0.2) as s:
+        client = RawClient(s)
+        if greet:
+            await client.hello()
+        yield client
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as s:
+        s.bind((HOST, 0))
+        return s.getsockname()[1]
