@@ -5,7 +5,8 @@ passes are cheap a token but need a long queue of drafts, which builds up slowly
 So this bound solves the control problem (ours). The state is the *lead*, how many drafts the cloud
 has waiting (negative: how long until the next arrives, in drafts); before each pass a schedule
 chooses how many to judge, none for a plain decoding step, or waits. Rejections are independent,
-drafts arrive every t_d, and an edge that was cut is back after a round trip.
+drafts arrive every t_d, and an edge that was cut is back after a round trip; what is decoded
+plainly meanwhile (fill) counts.
 
 The rate ρ is found by bisection: at the best one, tokens − ρ · time breaks even.
 """
@@ -54,7 +55,7 @@ class _Move:
         self, n: int, leads: Floats, alpha: float, t_draft: float, ms: float, cut: float
     ) -> None:
         self._ms = ms
-        self._allowed = leads >= n
+        self._allowed = (leads >= n) | (n == 0)  # plain decoding needs no edge
         drafted = leads >= n + 1  # is there a draft for the target's own token to differ from?
         through = alpha**n
         agreed = np.where(drafted, through * alpha, through)

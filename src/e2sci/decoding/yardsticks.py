@@ -49,7 +49,7 @@ def pipelined(alpha: float, t_draft: float, t_pass: PassMs, rtt: float) -> float
                                                    correction to the next draft token
 
     The first is the usual 1/(t_d + (1-α)·L). The second binds where passes grow with their size.
-    Filling can exceed it only as far as the cloud alone would.
+    Both leave out what the cloud fills in meanwhile; `schedule.best_schedule` counts it.
     """
     edge = t_draft + (1 - alpha) * (rtt + t_pass(1))
     cloud = verify_ms(alpha, t_pass) + (1 - alpha) * (rtt + t_draft)

@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from e2sci.decoding.acceptance import Proposal
-from e2sci.decoding.distribution import pack_ids
+from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.engines.base import EngineError
 from e2sci.runtime.connection import (
     CloudUnreachable,
@@ -34,6 +35,7 @@ from e2sci.runtime.worker import Worker
 from e2sci.session.edge import Commit, EdgeSession
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import (
+    MAX_WINDOW,
     Cancel,
     Error,
     Finished,
@@ -49,6 +51,14 @@ from e2sci.session.messages import (
 
 _LOSSES = 5  # in a row, with no token committed between them, before giving up
 _BUSY_PAUSE_S = 0.2  # between attempts to get a place again
+
+
+class _Sent(NamedTuple):
+    """A window on its way: its branch, the position behind it, when it went."""
+
+    branch: int
+    end: int
+    sent: float
 
 
 class CloudLost(EdgeError):
@@ -153,7 +163,7 @@ class Request:
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._draft_s: float | None = None
-        self._on_the_way: deque[tuple[int, float]] = deque()
+        self._on_the_way: deque[_Sent] = deque()
         self._uplink = 0
         self._reconnects = 0
         self._lost = 0.0
@@ -242,13 +252,16 @@ class Request:
         """Learn how many tokens are drafted in the time from a window to its verdict."""
         if not verdict.accepted and not verdict.rejected:
             return
-        while self._on_the_way and self._on_the_way[0][0] <= verdict.start:
+        while self._on_the_way and not self._answers(verdict):
             self._on_the_way.popleft()
         if self._on_the_way and self._draft_s:
-            round_trip = time.perf_counter() - self._on_the_way[0][1]
+            round_trip = time.perf_counter() - self._on_the_way[0].sent
             self._session.lookahead.measured(round_trip / self._draft_s + 1)
-        if verdict.rejected:
-            self._on_the_way.clear()
+
+    def _answers(self, verdict: Verdict) -> bool:
+        """Whether the verdict begins in the oldest window on its way, and not behind it."""
+        oldest = self._on_the_way[0]
+        return oldest.branch == verdict.branch and oldest.end > verdict.start
 
     def _stamped(self, records: tuple[Judged, ...]) -> list[Judged]:
         ms = 1000 * (time.perf_counter() - self._record.began)
@@ -259,7 +272,8 @@ class Request:
             for message in messages:
                 self._uplink += await self._connection.send(message)
                 if isinstance(message, Window):
-                    self._on_the_way.append((self._session.sent_end, time.perf_counter()))
+                    end = message.start + len(unpack_ids(message.ids, MAX_WINDOW))
+                    self._on_the_way.append(_Sent(message.branch, end, time.perf_counter()))
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
@@ -283,7 +297,8 @@ class Request:
         if time.perf_counter() - self._lost > self._connection.patience:
             raise self._given_up(error.message)
         await asyncio.sleep(_BUSY_PAUSE_S)
-        await self._reopen()
+        lost = [item for item in self._inbox.take() if isinstance(item, ConnectionLost)]
+        await (self._resume(lost[0]) if lost else self._reopen())
 
     def _given_up(self, reason: str) -> CloudLost:
         self._record.close()

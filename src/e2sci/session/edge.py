@@ -105,11 +105,6 @@ class EdgeSession:
         self._lost_passes = self._lost_fed = 0
 
     @property
-    def sent_end(self) -> int:
-        """Position behind the last token that is on its way."""
-        return len(self.committed) + self.sent
-
-    @property
     def output(self) -> list[int]:
         """Committed output ids, a closing EOS included."""
         return self.committed[self._prompt :]
@@ -260,5 +255,5 @@ class EdgeSession:
         self.stats.fed = self._lost_fed + message.fed
         if message.credit is not None:
             self.credit = message.credit
-            if message.credit.window is not None:
+            if message.credit.window is not None and 1 <= message.credit.window <= MAX_WINDOW:
                 self.window_size = self.lookahead.window = message.credit.window
