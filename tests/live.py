@@ -15,9 +15,10 @@ from websockets.asyncio.client import connect as websocket_connect
 
 from e2sci.engines.base import fingerprint
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig, SyntheticTokenizer
-from e2sci.runtime.cloud import Cloud, template_hash
+from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import BlockingEdge, Edge
 from e2sci.runtime.passes import PassTimes
+from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import memory_pair
 from e2sci.server.cloud_app import listening
 from e2sci.session.messages import Hello, Message, decode_message, encode_message
@@ -259,7 +260,7 @@ class RawClient:
             "model": "raw",
             "real_vocab": REAL_VOCAB,
             "fingerprint": fingerprint(engine).at(REAL_VOCAB),
-            "template": template_hash(engine.info.template),
+            "template": template_print(engine.info),
         }
         await self.send(Hello(**{**hello, **fields}))
         return await self.receive()

@@ -38,6 +38,8 @@ def load_engine(
     from e2sci.engines.llama_cpp import LlamaCpp  # heavy, and an extra
 
     path = catalog.local_path(name, role, progress=progress)
+    pair = catalog.matching(name) and ":" not in name
+    called = f"{name}:{role}" if pair else name
     return LlamaCpp(
-        path, name=name, context=context, slots=slots, threads=threads, gpu_layers=gpu_layers
+        path, name=called, context=context, slots=slots, threads=threads, gpu_layers=gpu_layers
     )

@@ -8,7 +8,6 @@ ends that request, a bad frame that connection, and neither touches anyone else.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from e2sci.decoding.predictor import Predictor
 from e2sci.engines.base import Engine, fingerprint
 from e2sci.runtime.passes import PassTimes, measure_passes
 from e2sci.runtime.scheduler import Scheduler, Seat, error_message
+from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import Channel, ChannelClosed
 from e2sci.runtime.worker import Worker
 from e2sci.session.cloud import CloudModel, CloudSession
@@ -38,11 +38,6 @@ log = logging.getLogger("e2sci.cloud")
 
 HELLO_SECONDS = 10.0
 _OUTBOX = 4096  # messages a client may leave unread
-
-
-def template_hash(template: str | None) -> str:
-    """A short name for a chat template; empty without one."""
-    return hashlib.sha256(template.encode()).hexdigest()[:16] if template else ""
 
 
 def different_vocabularies(edge: str, cloud: str) -> ProtocolError:
@@ -128,7 +123,7 @@ class Cloud:
             vocab_size=info.vocab_size,
             shared_vocab=shared,
             fingerprint=ours,
-            template=template_hash(info.template),
+            template=template_print(info),
             context=info.context,
             eos=tuple(sorted(info.eos_ids)),
             pass_ms=self.times.points,

@@ -16,7 +16,8 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_ra
 from tenacity.stop import stop_after_delay
 
 from e2sci.engines.base import Engine, Fingerprint, ModelInfo, fingerprint
-from e2sci.runtime.cloud import different_vocabularies, template_hash
+from e2sci.runtime.cloud import different_vocabularies
+from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import OPEN_SECONDS, Channel, ChannelClosed, framed
 from e2sci.session.messages import (
     Error,
@@ -179,7 +180,7 @@ class Connection:
             model=self._info.name,
             real_vocab=self._info.real_vocab,
             fingerprint=self._fingerprint.at(self._info.real_vocab),
-            template=template_hash(self._info.template),
+            template=template_print(self._info),
         )
         await channel.send(encode_message(hello))
         try:
@@ -209,7 +210,7 @@ class Connection:
                 f"vocabularies are padded differently ({self._info.vocab_size} and "
                 f"{welcome.vocab_size} ids): only the {welcome.shared_vocab} shared ones are used"
             )
-        ours = template_hash(self._info.template)
+        ours = template_print(self._info)
         if welcome.template != ours:
             notices.append(
                 f"{self._info.name} and {welcome.model} have different chat templates; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,6 +14,11 @@ from e2sci.engines.base import Engine, ModelInfo, Tokenizer
 
 Chat = Sequence[dict[str, str]]
 """Messages with `role` and `content`, oldest first."""
+
+
+_CONVERSATION: Chat = [
+    {"role": role, "content": f"{role}'s words"} for role in ("system", "user", "assistant", "user")
+]
 
 
 class TextStream:
@@ -95,6 +101,21 @@ def render(info: ModelInfo, chat: Chat) -> str:
         )
     except Exception as error:  # foreign code: anything can go wrong in it
         raise ValueError(f"the chat template of {info.name} refuses this: {error}") from None
+
+
+def template_print(info: ModelInfo) -> str:
+    """A short name for how a model writes chats; empty without a template.
+
+    Two templates count as the same if they write the same for a small conversation: files of one
+    family often differ in parts, as those for tools, that no prompt here uses.
+    """
+    if info.template is None:
+        return ""
+    try:
+        written = render(info, _CONVERSATION)
+    except ValueError:  # it may not like one of the roles
+        written = info.template
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=8)
