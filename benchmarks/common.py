@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from e2sci.emulation.link import Link, LinkProfile
-from e2sci.engines.base import Engine
-from e2sci.runtime.edge import Edge
 
 CLOUD = ("-m", "e2sci", "cloud", "--listen", "127.0.0.1:0", "--threads", "1", "--slots", "1")
 
@@ -55,17 +49,6 @@ def prompts_from(path: Path, rows: slice) -> list[str]:
             raise ValueError(f"{path}: a row without prompt, question or turns")
         texts.append(text)
     return texts
-
-
-@asynccontextmanager
-async def edge_over(url: str, engine: Engine, profile: LinkProfile) -> AsyncIterator[Edge]:
-    """An edge that reaches the cloud at `url` over an emulated link."""
-    cloud = urlsplit(url)
-    assert cloud.hostname is not None
-    assert cloud.port is not None
-    async with Link(cloud.hostname, cloud.port, profile) as link, Edge(link.url(), engine) as edge:
-        await edge.connect(patience=5)
-        yield edge
 
 
 def median(values: Sequence[float]) -> str:

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common import CLOUD, CODE, edge_over, median
+from common import CLOUD, CODE, median
 from e2sci.decoding import yardsticks
 from e2sci.decoding.schedule import best_schedule
 from e2sci.emulation.link import LinkProfile
-from e2sci.emulation.local import EDGE_CORE, cloud_process, pinned
+from e2sci.emulation.local import EDGE_CORE, cloud_process, edge_over, pinned
 from e2sci.engines.load import DEFAULT, load_engine
 from e2sci.runtime.options import Result
 from e2sci.runtime.passes import PassTimes

@@ -25,19 +25,6 @@ from live import HOST, LiveCloud, LivePeer, Named, Watched, draft, free_port
 DRAFT = "synthetic:seed=11,divergence=0.5"
 
 
-@pytest.fixture(scope="module")
-def one_cloud():
-    with LiveCloud() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(one_cloud):
-    """A cloud that must be as good as new after the test."""
-    yield one_cloud
-    one_cloud.check()
-
-
 def run(*args, cloud=None, model=DRAFT, stdin=None):
     where = ["--cloud", cloud if isinstance(cloud, str) else cloud.url] if cloud else []
     return CliRunner().invoke(main, ["run", *args, "--draft", model, *where], input=stdin)

@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from e2sci.cli import COMMANDS, main
-from e2sci.cli.run import LEGEND
+from e2sci.cli.run import LEGEND, Printer, split_off
 from e2sci.engines.base import text_of
-from e2sci.session.edge import Origin
-from live import LiveCloud, Watched, draft, pair, target
+from e2sci.runtime.options import Piece
+from e2sci.session.edge import Commit, Origin
+from live import LiveCloud, Watched, draft, free_port, pair, target
 
 DRAFT = "synthetic:seed=11,divergence=0.5"
 FIGURES = {
@@ -27,18 +28,6 @@ RECORD = {
     "position", "draft", "pick", "js", "tv", "p", "agreed", "accepted", "threshold", "credit",
     "window", "ms",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_cloud():
-    with LiveCloud() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(one_cloud):
-    yield one_cloud
-    one_cloud.idle()
 
 
 def e2sci(*args, **options):
@@ -308,3 +297,24 @@ async def test_the_command_line_and_the_api_say_the_same():
     async with pair() as edge:
         result = await edge.generate("hello", max_tokens=20)
         assert set(result.to_dict()["stats"]) == FIGURES
+
+
+def test_a_failed_run_leaves_an_old_trace(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("old\n")
+    nowhere = ["--cloud", f"ws://127.0.0.1:{free_port()}", "--trace", str(trace)]
+    result = CliRunner().invoke(main, ["run", "hello", "--draft", "synthetic:seed=11", *nowhere])
+    assert result.exit_code == 2
+    assert trace.read_text() == "old\n"
+
+
+def test_a_character_split_over_pieces_is_shown_whole(capsys):
+    engine = draft()
+    commits = [Commit(i, b, Origin.AGREED) for i, b in enumerate("a🙂".encode())]
+    shown, rest = split_off(engine, commits[:3])
+    assert (shown, rest) == (commits[:1], commits[1:3])
+    assert split_off(engine, commits) == (commits, [])
+    printer = Printer(engine, coloured=True)
+    printer.show(Piece("a", commits[:2]))
+    printer.show(Piece("🙂", commits[2:]))
+    assert capsys.readouterr().out == "a🙂"

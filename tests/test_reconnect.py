@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -106,10 +107,11 @@ async def test_any_number_of_losses_with_progress_between():
     expected = await alone(GREEDY)
     engine = Watched(seconds=0.002)
     async with far_away(engine, 1.0) as (_, edge_on_link), edge_on_link() as (edge, link):
-        done = 0
+        since = 0
         async for piece in edge.stream("hello", mode="cloud", **GREEDY):
-            done += len(piece.commits)
-            if piece.commits and done % 6 == 0:
+            since += len(piece.commits)
+            if since >= 4:
+                since = 0
                 link.cut()
         assert piece.result.token_ids == expected
         assert piece.result.stats.reconnects > 5
@@ -204,3 +206,18 @@ async def test_another_model_does_not_go_on_with_the_text():
             cloud.start()
             with pytest.raises(CloudLost, match="different vocabularies"):
                 await text
+
+
+async def test_another_model_of_the_same_vocabulary_does_not_either():
+    engine = Watched(seconds=0.002)
+    engine.hook = lambda n: n == 5 and cloud.kill()
+    with LiveCloud(engine) as cloud:
+        async with Edge(cloud.url, draft(), patience=10) as edge:
+            text = asyncio.create_task(edge.generate("hello", mode="cloud", max_tokens=50))
+            await until(lambda: not cloud._thread.is_alive())
+            engine.info = replace(engine.info, name="another")
+            cloud.start()
+            with pytest.raises(CloudLost, match="now serves another, not synthetic") as caught:
+                await text
+        assert caught.value.result.finish_reason == "lost"
+        cloud.idle()

@@ -391,3 +391,9 @@ def test_history_leaves_its_prompt_alone():
     history = History(prompt)
     history.append(3)
     assert prompt == [1, 2]
+
+
+def test_logit_bias_has_a_limit():
+    SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0))
+    with pytest.raises(ValueError, match="logit_bias entries is 1025; expected 1024 at most"):
+        SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))

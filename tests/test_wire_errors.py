@@ -33,19 +33,6 @@ from live import LiveCloud, LivePeer, RawClient, Watched, cached, draft, pair, r
 from world import opening
 
 
-@pytest.fixture(scope="module")
-def one_cloud():
-    with LiveCloud() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(one_cloud):
-    """A cloud that must be as good as new after the test."""
-    yield one_cloud
-    one_cloud.check()
-
-
 def window(ids, *, request=1, branch=0, start=None, sketches=()):
     at = len(opening().prompt) if start is None else start
     return Window(request=request, branch=branch, start=at, ids=pack_ids(ids), sketches=sketches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def cloud(
     e2sci cloud --model my-model.gguf --gpu-layers -1 --slots 16
     """
     refuse_remote(listen, allow_remote)
+    _require_free(listen)
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[RichHandler(console=stderr)])
     logging.getLogger("websockets").setLevel(logging.ERROR)
@@ -91,15 +93,28 @@ def cloud(
         engine.close()
 
 
+def _require_free(listen: Address) -> None:
+    """Tell of a taken port now and not after the model is loaded. Raises BadInput."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    try:
+        socket.create_server(listen, family=family).close()
+    except OSError as error:
+        raise _cannot_listen(listen, error) from None
+
+
+def _cannot_listen(listen: Address, error: OSError) -> BadInput:
+    taken = error.errno == errno.EADDRINUSE
+    reason = "the port is in use; 0 takes any free one" if taken else error.strerror
+    return BadInput(f"can't listen on {listen}: {reason}")
+
+
 async def _run(cloud: Cloud, engine: Engine, listen: Address) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(cloud)
         try:
             port = await stack.enter_async_context(listening(cloud, *listen))
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            reason = "the port is in use; 0 takes any free one" if taken else error.strerror
-            raise BadInput(f"can't listen on {listen}: {reason}") from None
+            raise _cannot_listen(listen, error) from None
         assert cloud.times is not None
         times = ", ".join(f"{n}: {ms:.0f}" for n, ms in cloud.times.points)
         click.echo(f"pass times in ms by tokens — {times}", err=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -18,8 +16,8 @@ from e2sci.cli.common import BadInput, download_bar, friendly, load
 from e2sci.cli.run import LEGEND, STYLES, coloured
 from e2sci.decoding import yardsticks
 from e2sci.decoding.schedule import best_schedule
-from e2sci.emulation.link import Link, LinkProfile
-from e2sci.emulation.local import EDGE_CORE, cloud_process, pinned
+from e2sci.emulation.link import LinkProfile
+from e2sci.emulation.local import EDGE_CORE, cloud_process, edge_over, pinned
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge, options_from
@@ -113,8 +111,8 @@ def _cloud_command(model: str) -> list[str]:
 async def _compare(
     console: Console, engine: Engine, url: str, profile: LinkProfile, prompt: str, max_tokens: int
 ) -> tuple[list[Row], PassTimes, float]:
-    async with _edge(engine, url, profile) as edge:
-        for notice in await edge.connect(patience=5):
+    async with edge_over(url, engine, profile) as edge:
+        for notice in await edge.connect():
             console.print(f"note: {notice}", style="yellow")
         draft_ms = await _draft_ms(edge, prompt)
         await edge.generate(prompt, mode="pipelined", max_tokens=8)  # warm caches at both ends
@@ -127,15 +125,6 @@ async def _compare(
                 raise BadInput("the answer to this prompt is empty; give another with --prompt")
             rows.append(Row(name, result, same))
         return rows, edge.pass_times, draft_ms
-
-
-@asynccontextmanager
-async def _edge(engine: Engine, url: str, profile: LinkProfile) -> AsyncIterator[Edge]:
-    cloud = urlsplit(url)
-    assert cloud.hostname is not None
-    assert cloud.port is not None
-    async with Link(cloud.hostname, cloud.port, profile) as link, Edge(link.url(), engine) as edge:
-        yield edge
 
 
 async def _draft_ms(edge: Edge, prompt: str) -> float:

@@ -179,19 +179,28 @@ class Printer:
         self._console = Console(highlight=False, soft_wrap=True)
         self._engine = engine
         self._coloured = coloured
-        self._began = False
+        self._shown = 0
+        self._split: list[Commit] = []  # tokens of a character that is not whole yet
         self._seen: set[Origin] = set()
 
     def show(self, piece: Piece) -> None:
-        self._began = True
         if self._coloured:
             self._seen |= {c.origin for c in piece.commits}
-            self._console.print(coloured(self._engine, piece.commits), end="")
+            commits, self._split = self._split + piece.commits, []
+            if piece.result is None:
+                commits, self._split = split_off(self._engine, commits)
+            self._console.print(coloured(self._engine, commits), end="")
         else:
             click.echo(piece.text, nl=False)
+        self._shown += len(piece.text)
+
+    def rest(self, result: Result) -> None:
+        """What was held back when the stream broke off."""
+        if not self._coloured:
+            click.echo(result.text[self._shown :], nl=False)
 
     def close(self) -> None:
-        if self._began:
+        if self._shown or self._seen:
             click.echo()
         if self._seen:
             legend = [Text(LEGEND[o], STYLES[o]) for o in Origin if o in self._seen]
@@ -199,26 +208,36 @@ class Printer:
 
 
 def coloured(engine: Engine, commits: list[Commit]) -> Text:
-    """Tokens in the colours of their origins; a split character shows with its last byte."""
+    """Tokens in the colours of their origins; a split character has that of its last byte."""
     text = Text()
-    for run in _whole_characters(engine, commits):
+    for run in _characters(engine, commits)[0]:
         data = b"".join(engine.tokenizer.piece(c.token) for c in run)
         text.append(data.decode("utf-8", errors="replace"), STYLES[run[-1].origin])
     return text
 
 
-def _whole_characters(engine: Engine, commits: list[Commit]) -> list[list[Commit]]:
+def split_off(engine: Engine, commits: list[Commit]) -> tuple[list[Commit], list[Commit]]:
+    """`commits` up to the last whole character, and the rest."""
+    runs, whole = _characters(engine, commits)
+    rest = [] if whole else runs[-1]
+    return commits[: len(commits) - len(rest)], rest
+
+
+def _characters(engine: Engine, commits: list[Commit]) -> tuple[list[list[Commit]], bool]:
+    """Runs of tokens that are whole characters, and whether the last one is."""
     runs: list[list[Commit]] = []
     whole = True
     for commit in commits:
-        runs = [*runs, [commit]] if whole else [*runs[:-1], [*runs[-1], commit]]
+        if whole:
+            runs.append([])
+        runs[-1].append(commit)
         data = b"".join(engine.tokenizer.piece(c.token) for c in runs[-1])
         try:
             data.decode()
             whole = True
         except UnicodeDecodeError as error:
             whole = error.reason != "unexpected end of data"
-    return runs
+    return runs, whole
 
 
 def _generate(
@@ -243,6 +262,8 @@ def _generate(
             return asyncio.run(main()), None
     except BadInput as error:
         if isinstance(error.__cause__, CloudLost):
+            if out is not None:
+                out.rest(error.__cause__.result)
             return error.__cause__.result, error.__cause__
         raise
     finally:
@@ -275,12 +296,14 @@ def summary(result: Result) -> str:
 
 def _writable(path: Path) -> IO[str]:
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open("a", encoding="utf-8")  # an old trace stays until there is a new one
     except OSError as error:
         raise BadInput(f"can't write {path}: {error.strerror}") from None
 
 
 def _write_trace(file: IO[str], records: list[Judged]) -> None:
+    file.seek(0)
+    file.truncate()
     for record in records:
         names = record.__struct_fields__
         file.write(json.dumps(dict(zip(names, msgspec.structs.astuple(record), strict=True))))

@@ -54,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("frequency_penalty", "presence_penalty"):
             _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "-2 to 2")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        count = len(self.logit_bias)
+        _require("the number of logit_bias entries", count, count <= 1024, "1024 at most")
         for token, bias in self.logit_bias.items():
             _require("a token id of logit_bias", token, token >= 0, "0 or more")
             _require(f"logit_bias[{token}]", bias, abs(bias) <= 100, "-100 to 100")

@@ -10,8 +10,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from urllib.parse import urlsplit
+
+from e2sci.emulation.link import Link, LinkProfile
+from e2sci.engines.base import Engine
+from e2sci.runtime.edge import Edge
 
 EDGE_CORE, CLOUD_CORE = 0, 1
 
@@ -47,6 +52,17 @@ def cloud_process(command: Sequence[str]) -> Iterator[str]:
             process.wait(10)
         process.kill()
         process.wait()
+
+
+@asynccontextmanager
+async def edge_over(url: str, engine: Engine, profile: LinkProfile) -> AsyncIterator[Edge]:
+    """An edge, connected to the cloud at `url` over an emulated link."""
+    cloud = urlsplit(url)
+    assert cloud.hostname is not None
+    assert cloud.port is not None
+    async with Link(cloud.hostname, cloud.port, profile) as link, Edge(link.url(), engine) as edge:
+        await edge.connect(patience=5)
+        yield edge
 
 
 def _can_pin() -> bool:

@@ -7,7 +7,6 @@ between, the next `begin` feeds from the length up to which the cache still hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from e2sci.decoding.acceptance import Proposal, RuleParams, make_rule
@@ -18,10 +17,9 @@ from e2sci.session.edge import EdgeSession
 
 @dataclass(frozen=True)
 class DraftJob:
-    """One step: behind `history`, on `branch`; `keep` tokens of the cache stay, `feed` follow."""
+    """One step: behind `history`, on `branch`; the cache still holds its first `keep` tokens."""
 
     keep: int
-    feed: Sequence[int]
     history: History
     branch: int
 
@@ -52,16 +50,17 @@ class Drafter:
 
     def begin(self, session: EdgeSession) -> DraftJob:
         """The next step for the session's line as it is now."""
-        line = session.line.tokens
-        keep = min(session.intact, len(line) - 1, self._engine.length(self._sequence))
-        session.intact = len(line)
-        return DraftJob(keep, line[keep:], session.line.copy(), session.branch)
+        keep = min(session.intact, len(session.line) - 1)
+        session.intact = len(session.line)
+        return DraftJob(keep, session.line.copy(), session.branch)
 
     def compute(self, job: DraftJob) -> Proposal:
         """Run the model. Raises ContextFull or EngineError; the session must then start anew."""
-        if self._engine.length(self._sequence) > job.keep:
-            self._engine.truncate(self._sequence, job.keep)
-        [[q]] = self._engine.forward([Step(self._sequence, job.feed)])
+        held = self._engine.length(self._sequence)
+        keep = min(job.keep, held)
+        if held > keep:
+            self._engine.truncate(self._sequence, keep)
+        [[q]] = self._engine.forward([Step(self._sequence, job.history.tokens[keep:])])
         q = q.limited(self._vocab)
         return self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
 

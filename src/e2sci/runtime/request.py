@@ -141,6 +141,7 @@ class Request:
         self._record = record
         self._options = options
         self._prompt = len(prompt)
+        self._model = welcome.model
         self._inbox = Inbox()
         self._opening = Open(
             request=connection.request(self._inbox),
@@ -285,9 +286,11 @@ class Request:
         if self._losses > _LOSSES:
             raise self._given_up(f"lost {_LOSSES} times without a token between: {lost}")
         try:
-            await self._connection.ensure()
+            welcome = await self._connection.ensure()
         except (CloudUnreachable, Refused) as error:
             raise self._given_up(str(error)) from None
+        if welcome.model != self._model:
+            raise self._given_up(f"it now serves {welcome.model}, not {self._model}")
         self._reconnects += 1
         self._lost = time.perf_counter()
         await self._reopen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections.abc import Sequence
+from datetime import datetime
 from functools import lru_cache
 
 from jinja2 import Template, TemplateError
@@ -120,10 +121,13 @@ def template_print(info: ModelInfo) -> str:
 
 @lru_cache(maxsize=8)
 def _template(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
 
     def complain(message: str) -> None:
         raise TemplateError(message)
 
     environment.globals["raise_exception"] = complain
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)
