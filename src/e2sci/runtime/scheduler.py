@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from e2sci.decoding.distribution import Distribution
 from e2sci.engines.base import Engine, Step
@@ -157,7 +158,7 @@ class Scheduler:
         for seat in list(self._seats):
             fill = self._may_fill(seat)
             if fill:
-                self._deliver(seat, seat.session.fill())
+                self._guarded(seat, seat.session.fill)
             if seat.closed or left <= 0:
                 continue
             todo = seat.session.plan(min(left, self._share(seat)), fill=fill)
@@ -206,7 +207,8 @@ class Scheduler:
             await self._one_by_one(batch, error)
             return
         for (seat, todo), outputs in zip(batch, results, strict=True):
-            self._judge(seat, todo, outputs)
+            if not seat.closed:
+                self._guarded(seat, partial(seat.session.passed, todo, outputs))
 
     async def _one_by_one(self, batch: list[tuple[Seat, Pass]], error: Exception) -> None:
         """A pass has failed: find out for whom, so that no one pays for another's request."""
@@ -227,11 +229,10 @@ class Scheduler:
             [Step(seat.sequence, todo.tokens, todo.outputs) for seat, todo in batch]
         )
 
-    def _judge(self, seat: Seat, todo: Pass, outputs: Sequence[Distribution]) -> None:
-        if seat.closed:
-            return
+    def _guarded(self, seat: Seat, step: Callable[[], list[Message]]) -> None:
+        """Deliver what a step of the session says; if it fails, only this request does."""
         try:
-            self._deliver(seat, seat.session.passed(todo, outputs))
+            self._deliver(seat, step())
         except ProtocolError as error:
             self._fail(seat, error)
         except Exception as error:  # what an engine returns is foreign: the others go on
