@@ -406,3 +406,17 @@ def test_a_signal_ends_the_cloud(number):
             assert (code, out, errors) == (0, "", [])
             with pytest.raises(Exception, match="the cloud is gone"):
                 list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run"], "Missing argument 'PROMPT'; see `main run --help`"),
+        (["run", "x", "--mode", "foo"], "'foo' is not one of"),
+        (["run", "x", "--windw", "3"], "No such option"),
+        (["runn"], "No such command 'runn'"),
+        (["models", "fetch"], "Missing argument 'NAME'; see `main models fetch --help`"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read(args, words):
+    refused(CliRunner().invoke(main, args), words)

@@ -21,6 +21,12 @@ class Interrupted(click.ClickException):
         click.echo(self.message, err=True)
 
 
+class Misused(click.ClickException):
+    """A command line that can't be read: one line, where click would print four."""
+
+    exit_code = 2
+
+
 class Lazy(click.Group):
     """Imports a command's file when it is used, so that `e2sci --help` is instant."""
 
@@ -29,6 +35,9 @@ class Lazy(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted") from None
+        except click.UsageError as error:
+            where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+            raise Misused(error.format_message().rstrip(".") + where) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

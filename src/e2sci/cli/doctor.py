@@ -12,6 +12,7 @@ from rich.console import Console
 
 from e2sci.cli.common import friendly, load, model_options
 from e2sci.decoding import yardsticks
+from e2sci.decoding.schedule import best_schedule
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge
@@ -99,7 +100,7 @@ def _judge(
 ) -> Report:
     alone = yardsticks.cloud_alone(times.ms(1))
     sync = max(yardsticks.synchronous(alpha, w, draft_ms, times.ms, rtt) for w in range(1, 17))
-    both = yardsticks.pipelined(alpha, draft_ms, times.ms, rtt)
+    both = best_schedule(alpha, draft_ms, times.ms, rtt)
     gain = max(sync, both) / alone
     if gain > 1.05:
         mode = "pipelined" if both >= sync else "sync"
