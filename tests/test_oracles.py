@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from e2sci.decoding.acceptance import RuleParams
 from e2sci.decoding.credit import CreditParams
-from e2sci.decoding.sampling import SamplingParams
+from e2sci.decoding.sampling import SamplingParams, pick
+from e2sci.engines.base import Step
+from e2sci.engines.synthetic import Synthetic
 from e2sci.session.edge import Origin
 from world import DRAFT, RANDOM, REAL_VOCAB, SAME, World, alone, opening
 
@@ -126,6 +128,29 @@ def test_elastic_text_does_not_depend_on_timing(seed, shape):
     ask = opening(rule=rule, fill=False, max_tokens=60)
     first = World(ask, Random(1), draft=DRAFT).run()
     assert World(ask, Random(seed), draft=DRAFT, **shape).run().output == first.output
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, shapes, st.booleans(), st.sampled_from([None, 7, 23]))
+def test_the_drafts_cache_always_holds_the_line(seed, shape, fill, kill_at):
+    """After any cut, fill or resume the draft proposes what it would on a cache made anew: nothing
+    else would show a cache that is wrong, as it only costs acceptance."""
+
+    class Checked(World):
+        def _end_draft(self) -> None:
+            job = self.job
+            assert job is not None
+            fresh = Synthetic(DRAFT.config)
+            [[q]] = fresh.forward([Step(0, job.history.tokens)])
+            expected = pick(q.limited(REAL_VOCAB), self.opening.sampling, job.history)
+            before = len(self.edge.tail)
+            super()._end_draft()
+            if len(self.edge.tail) > before:
+                assert self.edge.tail[-1].token == expected
+
+    ask = opening(sampling=SamplingParams(temperature=0.8, seed=3), fill=fill)
+    outcome = Checked(ask, Random(seed), draft=DRAFT, kill_at=kill_at, **shape).run()
+    assert outcome.output == alone(ask)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
