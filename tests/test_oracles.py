@@ -39,7 +39,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seeds, samplings, shapes, st.booleans(), st.booleans())
 def test_strict_text_is_the_targets(seed, sampling, shape, lookahead, fill):
     ask = opening(sampling=sampling, lookahead=lookahead, fill=fill)
@@ -47,7 +47,7 @@ def test_strict_text_is_the_targets(seed, sampling, shape, lookahead, fill):
     assert outcome.output == alone(ask)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, samplings, shapes, st.booleans(), st.booleans())
 def test_identical_draft_is_accepted_throughout(seed, sampling, shape, lookahead, fill):
     ask = opening(sampling=sampling, lookahead=lookahead, fill=fill)
@@ -57,7 +57,7 @@ def test_identical_draft_is_accepted_throughout(seed, sampling, shape, lookahead
     assert all(c.origin in (Origin.AGREED, Origin.FILLED) for c in outcome.commits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, samplings, shapes, st.booleans(), st.booleans())
 def test_adversarial_draft_changes_nothing(seed, sampling, shape, lookahead, uniform):
     ask = opening(sampling=sampling, lookahead=lookahead, fill=False)
@@ -67,7 +67,7 @@ def test_adversarial_draft_changes_nothing(seed, sampling, shape, lookahead, uni
     assert outcome.output == alone(ask)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seeds,
     shapes,
@@ -96,7 +96,7 @@ def test_a_connection_killed_at_any_message_gives_the_same_text(rule):
         assert killed.output == whole.output, kill_at
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, shapes, st.integers(1, 50))
 def test_strict_survives_a_kill_while_filling(seed, shape, kill_at):
     ask = opening(sampling=SamplingParams(temperature=1.0, seed=3), fill=True)
@@ -104,7 +104,7 @@ def test_strict_survives_a_kill_while_filling(seed, shape, kill_at):
     assert outcome.output == alone(ask)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, shapes, st.sampled_from([0.02, 0.1, 0.3]), st.sampled_from([0.0, 0.8]))
 def test_constant_elastic_is_fuzzy_with_agreement(seed, shape, threshold, temperature):
     credit = CreditParams.constant(threshold)
@@ -120,7 +120,7 @@ def test_constant_elastic_is_fuzzy_with_agreement(seed, shape, threshold, temper
     assert elastic.edge.stats.corrections <= published.edge.stats.corrections
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seeds, shapes)
 def test_elastic_text_does_not_depend_on_timing(seed, shape):
     """Without fill, credit follows positions and so does T, hence the text."""
@@ -130,7 +130,7 @@ def test_elastic_text_does_not_depend_on_timing(seed, shape):
     assert World(ask, Random(seed), draft=DRAFT, **shape).run().output == first.output
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seeds, shapes, st.booleans(), st.sampled_from([None, 7, 23]))
 def test_the_drafts_cache_always_holds_the_line(seed, shape, fill, kill_at):
     """After any cut, fill or resume the draft proposes what it would on a cache made anew: nothing
