@@ -15,8 +15,8 @@ from rich.logging import RichHandler
 from e2sci.cli.common import (
     Address,
     BadInput,
-    address,
     friendly,
+    listen_options,
     load,
     model_options,
     refuse_remote,
@@ -31,14 +31,7 @@ from e2sci.server.cloud_app import listening, until_signalled
 
 @click.command()
 @click.option("--model", default=DEFAULT, show_default=True, help="The target model.")
-@click.option(
-    "--listen",
-    type=address,
-    metavar="HOST:PORT",
-    default="127.0.0.1:7071",
-    show_default=True,
-    help="Where edges connect; port 0 takes any free one.",
-)
+@listen_options("127.0.0.1:7071")
 @click.option(
     "--slots",
     type=click.IntRange(1, 256),
@@ -51,7 +44,6 @@ from e2sci.server.cloud_app import listening, until_signalled
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A calibrated predictor (.npz) for elastic thresholds.",
 )
-@click.option("--allow-remote", is_flag=True, help="Let --listen take other than loopback.")
 @click.option("--verbose", is_flag=True, help="Log connections and refusals.")
 @model_options(4096)
 def cloud(

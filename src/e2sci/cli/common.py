@@ -69,6 +69,26 @@ def address(value: str) -> Address:
     return Address(host, int(port))
 
 
+def listen_options(default: str) -> Callable[[F], F]:
+    """The options of every command that listens; `refuse_remote` compares the two."""
+
+    def add(command: F) -> F:
+        remote = click.option(
+            "--allow-remote", is_flag=True, help="Let --listen take other than loopback."
+        )
+        listen = click.option(
+            "--listen",
+            type=address,
+            metavar="HOST:PORT",
+            default=default,
+            show_default=True,
+            help="Where edges connect; port 0 takes any free one.",
+        )
+        return listen(remote(command))
+
+    return add
+
+
 def refuse_remote(listen: Address, allowed: bool) -> None:
     """Only loopback unless the user says so. Raises BadInput."""
     if not listen.loopback and not allowed:

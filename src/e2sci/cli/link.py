@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.filesize import decimal
 
-from e2sci.cli.common import Address, BadInput, address, refuse_remote
+from e2sci.cli.common import Address, BadInput, address, listen_options, refuse_remote
 from e2sci.emulation.link import LINKS, Link, LinkProfile, OutageMode
 
 REFRESH_S = 0.25
@@ -29,14 +29,7 @@ def outage(value: str) -> tuple[float, float]:
 
 
 @click.command()
-@click.option(
-    "--listen",
-    type=address,
-    metavar="HOST:PORT",
-    default="127.0.0.1:7070",
-    show_default=True,
-    help="Where the edge connects; port 0 takes any free one.",
-)
+@listen_options("127.0.0.1:7070")
 @click.option(
     "--to", type=address, metavar="HOST:PORT", required=True, help="Where the cloud listens."
 )
@@ -68,7 +61,6 @@ def outage(value: str) -> tuple[float, float]:
     help="In an outage bytes wait, or connections are reset and new ones refused.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the jitter.")
-@click.option("--allow-remote", is_flag=True, help="Let --listen take other than loopback.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def link(
     listen: Address,

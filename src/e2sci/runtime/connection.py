@@ -82,7 +82,6 @@ class Connection:
 
     def __init__(self, connector: Connector, engine: Engine, patience: float) -> None:
         self.notices: list[str] = []
-        self.reconnects = 0
         self.welcome: Welcome | None = None
         self._connector = connector
         self._info: ModelInfo = engine.info
@@ -169,7 +168,6 @@ class Connection:
             if isinstance(error, TimeoutError):
                 raise ChannelClosed("the cloud did not answer the handshake") from None
             raise
-        self.reconnects += self.welcome is not None
         if self.welcome is None:
             self.notices = self._compare(welcome)
         self.welcome, self._channel = welcome, channel
