@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing; llama.cpp is compiled once, which takes some minutes."
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[llama,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[llama,bench,dev]'
 	@touch $@
 
 models: install

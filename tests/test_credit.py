@@ -210,7 +210,7 @@ def test_a_constant_threshold_never_moves():
 
 def test_the_predictor_scales_the_step_and_suggests_a_window():
     predictor = Scripted(Forecast(omega=2.0, window=7))
-    credit = Credit(params(), predictor)
+    credit = Credit(params(), predictor=predictor)
     assert credit.suggested_window is None
     assert feed(credit, 4).threshold == pytest.approx(0.2 + 0.2 * 2 * 0.25)
     assert credit.suggested_window == 7
@@ -221,7 +221,7 @@ def test_the_predictor_scales_the_step_and_suggests_a_window():
 @pytest.mark.parametrize(("accuracy", "threshold"), [(0.79, 0.05), (0.81, 0.25), (None, 0.25)])
 def test_a_doubtful_forecast_gives_the_conservative_threshold(accuracy, threshold):
     predictor = Scripted(Forecast(accuracy=accuracy))
-    credit = feed(Credit(params(safety=0.8), predictor), 4)
+    credit = feed(Credit(params(safety=0.8), predictor=predictor), 4)
     assert credit.threshold == pytest.approx(threshold)
 
 

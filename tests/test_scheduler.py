@@ -13,7 +13,7 @@ from e2sci.runtime.connection import Refused
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes, measure_passes
 from e2sci.runtime.scheduler import PREFILL, Arrivals, Scheduler
-from e2sci.runtime.worker import Worker
+from e2sci.runtime.worker import ThreadWorker
 from e2sci.session.cloud import CloudModel, CloudSession
 from e2sci.session.messages import Error, Verdict
 from live import TIMES, LiveCloud, Watched, draft, idle, pair, raw_client, target, until
@@ -152,7 +152,7 @@ async def test_a_failure_hits_its_own_request_only(how):
 
 async def test_who_has_left_is_not_tried_again():
     """A shared pass fails; before the second of its requests is tried alone, it leaves."""
-    engine, worker = Watched(), Worker("target")
+    engine, worker = Watched(), ThreadWorker("target")
     scheduler = Scheduler(engine, worker, TIMES)
     model = CloudModel(EOS + 1, 4096, frozenset({EOS}))
     ask = opening(drafting=False)

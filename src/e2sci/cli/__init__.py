@@ -9,7 +9,10 @@ import click
 
 from e2sci import __version__
 
-COMMANDS = ("cloud", "run", "demo", "models", "link", "doctor")
+COMMANDS = (
+    *("cloud", "run", "demo", "models", "link", "doctor"),
+    *("plan", "bench", "trace", "inertia", "calibrate", "fleet"),
+)
 
 
 class Interrupted(click.ClickException):

@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -22,11 +23,13 @@ from e2sci.cli.common import (
     refuse_remote,
     stderr,
 )
+from e2sci.decoding.credit import Credit
 from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.cloud import Cloud
 from e2sci.server.cloud_app import listening, until_signalled
+from e2sci.session.cloud import CloudSession
 
 
 @click.command()
@@ -77,7 +80,8 @@ def cloud(
     try:
         with friendly():
             network = NetworkPredictor.load(predictor) if predictor else None
-            served = Cloud(engine, predictor=network)
+            credit = partial(Credit, predictor=network)
+            served = Cloud(engine, session=partial(CloudSession, credit=credit))
         asyncio.run(_run(served, engine, listen))
     except KeyboardInterrupt:
         pass

@@ -109,8 +109,8 @@ class Credit:
     def __init__(
         self,
         params: CreditParams,
-        predictor: Predictor | None = None,
         state: CreditState | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.params = params
         self._predictor = predictor or ConstantPredictor()

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from e2sci.decoding.distribution import Distribution
 
@@ -128,9 +129,16 @@ class Fingerprint:
         return self._cache[n]
 
 
+_fingerprints: WeakKeyDictionary[Tokenizer, Fingerprint] = WeakKeyDictionary()
+
+
 def fingerprint(engine: Engine) -> Fingerprint:
-    """The fingerprint of an engine's real vocabulary (padding left out)."""
-    return Fingerprint([engine.tokenizer.name(i) for i in range(engine.info.real_vocab)])
+    """The fingerprint of an engine's real vocabulary (padding left out), made once a tokenizer."""
+    known = _fingerprints.get(engine.tokenizer)
+    if known is None:
+        names = [engine.tokenizer.name(i) for i in range(engine.info.real_vocab)]
+        known = _fingerprints[engine.tokenizer] = Fingerprint(names)
+    return known
 
 
 def text_of(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:

@@ -12,13 +12,12 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from e2sci.decoding.predictor import Predictor
 from e2sci.engines.base import Engine, fingerprint
 from e2sci.runtime.passes import PassTimes, measure_passes
 from e2sci.runtime.scheduler import Scheduler, Seat, error_message
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import Channel, ChannelClosed
-from e2sci.runtime.worker import Worker
+from e2sci.runtime.worker import ThreadWorker, Worker
 from e2sci.session.cloud import CloudModel, CloudSession
 from e2sci.session.messages import (
     VERSION,
@@ -61,22 +60,24 @@ def require_truncation(engine: Engine) -> None:
 class Cloud:
     """An engine at the service of edges. Use as an async context manager.
 
-    `times`: pass times if known; else they are measured at start.
+    `times`: pass times if known; else they are measured at start. `worker`: what runs the engine's
+    calls, a thread by default; closed with the cloud. `session` makes a request's session.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        predictor: Predictor | None = None,
+        session: Callable[[Open, CloudModel], CloudSession] = CloudSession,
         times: PassTimes | None = None,
+        worker: Worker | None = None,
     ) -> None:
         require_truncation(engine)
         self.engine = engine
         self.times = times
         self.scheduler: Scheduler | None = None
-        self._predictor = predictor
-        self._worker = Worker("target")
+        self._session = session
+        self._worker = worker or ThreadWorker("target")
         self._fingerprint = fingerprint(engine)
 
     async def __aenter__(self) -> Cloud:
@@ -133,7 +134,7 @@ class Cloud:
         """A session for `opening`. Raises ProtocolError."""
         info = self.engine.info
         model = CloudModel(vocab, info.context, info.eos_ids)
-        return CloudSession(opening, model, self._predictor)
+        return self._session(opening, model)
 
 
 class _Connection:

@@ -33,7 +33,7 @@ from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.request import Record, Request
 from e2sci.runtime.text import Chat, TextStream, prompt_ids
 from e2sci.runtime.transport import Channel, connect
-from e2sci.runtime.worker import Worker
+from e2sci.runtime.worker import ThreadWorker, Worker
 from e2sci.session.edge import Commit, Origin
 from e2sci.session.messages import Welcome
 
@@ -61,6 +61,7 @@ class Edge:
     `cloud`: a WebSocket URL, a function that opens a channel, or None for `mode="draft"` only.
     `engine`: the draft model; for `mode="cloud"` only its tokenizer is used. `patience`: seconds
     for which a lost or absent cloud is waited for. `options`: defaults of every generation.
+    `worker`: what runs the engine's calls, a thread by default; closed with the edge.
     """
 
     def __init__(
@@ -70,12 +71,13 @@ class Edge:
         *,
         patience: float = 15.0,
         options: Options | None = None,
+        worker: Worker | None = None,
     ) -> None:
         if not patience >= 0:
             raise ValueError(f"patience is {patience}; expected 0 seconds or more")
         self.engine = engine
         self.options = options or Options()
-        self._worker = Worker("draft")
+        self._worker = worker or ThreadWorker("draft")
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._connection: Connection | None = None
         if cloud is not None:

@@ -8,7 +8,6 @@ its own thread meanwhile, so drafting, verifying and travelling overlap.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from e2sci.runtime.connection import (
 from e2sci.runtime.drafter import Drafter, DraftJob
 from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.text import TextStream
-from e2sci.runtime.worker import Worker
+from e2sci.runtime.worker import Worker, now
 from e2sci.session.edge import Commit, EdgeSession
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import (
@@ -76,7 +75,7 @@ class Record:
         self.ids: list[int] = []
         self.commits: list[Commit] = []
         self.text = ""
-        self.began = time.perf_counter()
+        self.began = now()
         self.first: float | None = None
         self.last = self.began
         self._stream = text
@@ -97,7 +96,7 @@ class Record:
             self.ids.append(commit.token)
             taken.append(commit)
         if taken:
-            self.last = time.perf_counter()
+            self.last = now()
             self.first = self.first or self.last
         self.commits += taken
         self.text += text
@@ -213,7 +212,7 @@ class Request:
         job = drafter.begin(self._session)
         future = self._worker.submit(lambda: drafter.compute(job))
         future.add_done_callback(lambda _: self._inbox.wake.set())
-        self._drafting = job, future, time.perf_counter()
+        self._drafting = job, future, now()
 
     async def _take_draft(self) -> None:
         if self._drafting is None or not self._drafting[1].done():
@@ -224,7 +223,7 @@ class Request:
             proposal = future.result()
         except EngineError as error:
             raise EdgeError(f"the draft model failed: {error}") from error
-        took = time.perf_counter() - began
+        took = now() - began
         self._draft_s = (
             took if self._draft_s is None else self._draft_s + 0.2 * (took - self._draft_s)
         )
@@ -256,7 +255,7 @@ class Request:
         while self._on_the_way and not self._answers(verdict):
             self._on_the_way.popleft()
         if self._on_the_way and self._draft_s:
-            round_trip = time.perf_counter() - self._on_the_way[0].sent
+            round_trip = now() - self._on_the_way[0].sent
             self._session.lookahead.measured(round_trip / self._draft_s + 1)
 
     def _answers(self, verdict: Verdict) -> bool:
@@ -265,7 +264,7 @@ class Request:
         return oldest.branch == verdict.branch and oldest.end > verdict.start
 
     def _stamped(self, records: tuple[Judged, ...]) -> list[Judged]:
-        ms = 1000 * (time.perf_counter() - self._record.began)
+        ms = 1000 * (now() - self._record.began)
         return [msgspec.structs.replace(r, ms=round(ms, 3)) for r in records]
 
     async def _send(self, messages: Sequence[Message]) -> None:
@@ -274,7 +273,7 @@ class Request:
                 self._uplink += await self._connection.send(message)
                 if isinstance(message, Window):
                     end = message.start + len(unpack_ids(message.ids, MAX_WINDOW))
-                    self._on_the_way.append(_Sent(message.branch, end, time.perf_counter()))
+                    self._on_the_way.append(_Sent(message.branch, end, now()))
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
@@ -292,12 +291,12 @@ class Request:
         if welcome.model != self._model:
             raise self._given_up(f"it now serves {welcome.model}, not {self._model}")
         self._reconnects += 1
-        self._lost = time.perf_counter()
+        self._lost = now()
         await self._reopen()
 
     async def _resume_later(self, error: Error) -> None:
         """The cloud has no place now, perhaps because it still holds the one we have lost."""
-        if time.perf_counter() - self._lost > self._connection.patience:
+        if now() - self._lost > self._connection.patience:
             raise self._given_up(error.message)
         await asyncio.sleep(_BUSY_PAUSE_S)
         lost = [item for item in self._inbox.take() if isinstance(item, ConnectionLost)]

@@ -21,7 +21,7 @@ from functools import partial
 from e2sci.decoding.distribution import Distribution
 from e2sci.engines.base import Engine, Step
 from e2sci.runtime.passes import PassTimes
-from e2sci.runtime.worker import Worker
+from e2sci.runtime.worker import Worker, now
 from e2sci.session.cloud import CloudSession, Pass
 from e2sci.session.messages import Error, Message, Open, ProtocolError, Verdict, Window
 
@@ -113,7 +113,7 @@ class Scheduler:
             fills=opening.fill,
             drafting=opening.drafting,
             lookahead=opening.lookahead,
-            arrivals=Arrivals(self._now()),
+            arrivals=Arrivals(now()),
         )
         self._seats.append(seat)
         self._wake.set()
@@ -134,7 +134,7 @@ class Scheduler:
         waiting = bool(seat.session.queue)
         said = seat.session.window(message)
         if not waiting and (said or seat.session.queue):  # and not of a branch that is dead
-            seat.arrivals.came(self._now())
+            seat.arrivals.came(now())
         self._deliver(seat, said)
         self._wake.set()
 
@@ -180,21 +180,21 @@ class Scheduler:
         missing, waiting = len(session.tokens) - session.cached, len(session.queue)
         if not seat.lookahead:  # the edge waits for the whole window; a second pass costs more
             return missing + max(1, waiting)
-        return missing + self._times.best_drafts(seat.acceptance, waiting)
+        return max(1, missing + self._times.best_drafts(seat.acceptance, waiting))
 
     def _may_fill(self, seat: Seat) -> bool:
         if not seat.fills or seat.session.queue or seat.session.finished:
             return False
         if not seat.drafting:
             return True
-        now = self._now()
-        return seat.arrivals.fill_from(now, self._times.ms(1) / 1000) <= now
+        moment = now()
+        return seat.arrivals.fill_from(moment, self._times.ms(1) / 1000) <= moment
 
     def _until_fill(self) -> float | None:
         """Seconds until some seat may be filled; None if only a message can change anything."""
-        now, pass_s = self._now(), self._times.ms(1) / 1000
+        moment, pass_s = now(), self._times.ms(1) / 1000
         due = [
-            seat.arrivals.fill_from(now, pass_s) - now
+            seat.arrivals.fill_from(moment, pass_s) - moment
             for seat in self._seats
             if seat.fills and not seat.session.queue and not seat.session.finished
         ]
@@ -244,7 +244,7 @@ class Scheduler:
             return
         for message in messages:
             if isinstance(message, Verdict):
-                seat.sent(self._now(), message)
+                seat.sent(now(), message)
         seat.send(messages)
         if seat.session.finished:
             self.leave(seat)
@@ -254,10 +254,6 @@ class Scheduler:
             return
         seat.send([error_message(error, seat.session.request)])
         self.leave(seat)
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def error_message(error: ProtocolError, request: int = 0) -> Error:

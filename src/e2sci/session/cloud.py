@@ -27,17 +27,16 @@ The end is at EOS and at the token budget; whatever was accepted beyond is cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from e2sci.decoding.acceptance import Judgement, Place, make_rule
-from e2sci.decoding.credit import Credit
+from e2sci.decoding.credit import Credit, CreditParams, CreditState
 from e2sci.decoding.distribution import Distribution, TopK, decode, pack_ids
 from e2sci.decoding.divergence import divergence
-from e2sci.decoding.predictor import Predictor
 from e2sci.decoding.sampling import History
 from e2sci.session.messages import (
     MAX_QUEUE,
@@ -85,10 +84,19 @@ class Pass:
 
 
 class CloudSession:
-    """One request at the cloud. Raises ProtocolError when the opening can't be served."""
+    """One request at the cloud. Raises ProtocolError when the opening can't be served.
+
+    `credit` makes what the threshold follows. `prehit=False` judges the first queued token with the
+    rest of its window, behind the pass: there to measure what the pre-hit is worth.
+    """
 
     def __init__(
-        self, opening: Open, model: CloudModel, predictor: Predictor | None = None
+        self,
+        opening: Open,
+        model: CloudModel,
+        *,
+        credit: Callable[[CreditParams, CreditState | None], Credit] = Credit,
+        prehit: bool = True,
     ) -> None:
         prompt = ids_of(opening.prompt, model.vocab, MAX_TOKENS, "prompt")
         committed = ids_of(opening.committed, model.vocab, MAX_TOKENS, "committed tokens")
@@ -99,13 +107,14 @@ class CloudSession:
         for token in committed:
             self.tokens.append(token)
         self.rule = make_rule(opening.rule)
-        self.credit = Credit(opening.credit, predictor, opening.state)
+        self.credit = credit(opening.credit, opening.state)
         self.cached = 0
         self.carry: Distribution | None = None
         self.queue: list[Draft] = []
         self.branch = opening.branch
         self.finished: FinishReason | None = None
         self.passes = self.fed = 0
+        self._prehit = prehit
         self._opening = opening
         self._model = model
         self._end = len(prompt) + self.limit
@@ -147,8 +156,10 @@ class CloudSession:
         `fill`: also with no drafts waiting. The prompt is fed in any case, in chunks.
         """
         missing = self.tokens.tokens[self.cached :]
-        if self.finished or not missing:
+        if self.finished:
             return None
+        if not missing:
+            return self._plan_behind_carry(budget)
         if len(missing) > budget:
             return Pass(self.cached, missing[:budget], 0, 0)
         room = min(budget - len(missing), self._end - len(self.tokens))
@@ -157,12 +168,21 @@ class CloudSession:
             return None
         return Pass(self.cached, missing + drafts, len(drafts) + 1, len(drafts))
 
+    def _plan_behind_carry(self, budget: int) -> Pass | None:
+        """Without pre-hit: the carry judges the first draft, but only when the pass is done."""
+        if self._prehit or self.carry is None:
+            return None
+        drafts = [d.token for d in self.queue[: min(budget, self._end - len(self.tokens))]]
+        return Pass(self.cached, drafts, len(drafts), len(drafts)) if drafts else None
+
     def passed(self, done: Pass, outputs: Sequence[Distribution]) -> list[Message]:
         """The planned pass is done; `outputs` are its distributions."""
         self._count(done)
         self.cached += len(done.tokens) - done.drafts
         if self.finished or not done.outputs:
             return []
+        if len(outputs) == done.drafts and self.carry is not None:
+            outputs = [self.carry, *outputs]
         start = len(self.tokens)
         judged, self.queue = self.queue[: done.drafts], self.queue[done.drafts :]
         outcomes: list[Judgement] = []
@@ -198,7 +218,7 @@ class CloudSession:
 
     def _use_carry(self) -> list[Message]:
         """Pre-hit: judge the first queued token against the carry."""
-        if self.carry is None or not self.queue or self.finished:
+        if self.carry is None or not self.queue or self.finished or not self._prehit:
             return []
         start, p = len(self.tokens), self.carry
         outcome = self._judge(self.queue.pop(0), p)

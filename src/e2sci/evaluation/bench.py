@@ -1,0 +1,200 @@
+"""Methods side by side: every problem by every method, on the virtual clock, kept as records.
+
+The unit of work is a problem: a worker process answers it by all methods that lack it, so that they
+share its memory, and the parent appends what comes back. Workers are independent and each request
+has a clock of its own, so neither their number nor an interruption changes a single byte.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from e2sci.engines.base import Engine, Step
+from e2sci.engines.memory import Remembering
+from e2sci.evaluation.methods import Setting, method
+from e2sci.evaluation.pair import Pair, PairSpec
+from e2sci.evaluation.records import Record, Results, digest
+from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
+from e2sci.evaluation.world import Outcome, write
+from e2sci.runtime.text import prompt_ids
+from e2sci.session.edge import Origin
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: `methods` as `methods.expanded` gives them, each with its own setting or the
+    common one."""
+
+    pair: PairSpec
+    task: Task
+    setting: Setting
+    methods: Sequence[str]
+    max_tokens: int = MAX_TOKENS
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request, as it goes into the results."""
+
+    method: str
+    record: Record
+    text: str
+    token_ids: list[int]
+
+
+def todo(results: Results, problems: Sequence[Problem], methods: Sequence[str]) -> int:
+    """Requests that are still missing."""
+    rows = {problem.row for problem in problems}
+    return sum(len(rows - results.done(name)) for name in methods)
+
+
+def bench(
+    plan: Plan, results: Results, problems: Sequence[Problem], *, jobs: int = 1
+) -> Generator[Answer, None, None]:
+    """Run what is missing and keep it in `results`; yields each answer when it is kept.
+
+    `jobs`: worker processes, 0 to run in this one. Closing the generator stops after the requests
+    under way. Raises what a worker raises.
+    """
+    work = [(problem, _missing(results, problem, plan.methods)) for problem in problems]
+    work = [(problem, names) for problem, names in work if names]
+    if not work:
+        return
+    batches = _inline(plan, work) if jobs == 0 else _spread(plan, work, jobs)
+    for answers in batches:
+        for answer in answers:
+            results.append(answer.method, answer.record, answer.text, answer.token_ids)
+            yield answer
+
+
+def _missing(results: Results, problem: Problem, methods: Sequence[str]) -> list[str]:
+    return [name for name in methods if problem.row not in results.done(name)]
+
+
+def _inline(plan: Plan, work: list[tuple[Problem, list[str]]]) -> Iterator[list[Answer]]:
+    bencher = Bencher(plan)
+    try:
+        for problem, names in work:
+            yield bencher.answer(problem, names)
+    finally:
+        bencher.pair.close()
+
+
+def _spread(plan: Plan, work: list[tuple[Problem, list[str]]], jobs: int) -> Iterator[list[Answer]]:
+    # Spawned, not forked: llama.cpp's threads don't survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(plan,)) as pool:
+        running: set[Future[list[Answer]]] = set()
+        try:
+            for problem, names in work:
+                running.add(pool.submit(_answer, problem, names))
+                if len(running) > jobs:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_bencher: Bencher
+
+
+def _start(plan: Plan) -> None:
+    global _bencher
+    _bencher = Bencher(plan)
+
+
+def _answer(problem: Problem, names: list[str]) -> list[Answer]:
+    with suppress(KeyboardInterrupt):  # the parent stops us in its own way
+        return _bencher.answer(problem, names)
+    return []
+
+
+class Bencher:
+    """Answers problems with a loaded pair."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.pair = Pair(plan.pair)
+        self._verdicts: dict[str, bool | None] = {}
+
+    def answer(self, problem: Problem, names: Sequence[str]) -> list[Answer]:
+        """The problem by each of the methods."""
+        self._verdicts.clear()
+        with self.pair.request(problem.prompt):
+            return [self._by(problem, name) for name in names]
+
+    def _by(self, problem: Problem, name: str) -> Answer:
+        plan, pair = self.plan, self.pair
+        chosen = method(name, plan.setting)
+        profile = plan.setting.profile
+        outcome = write(chosen, profile, pair.draft, pair.target, problem.prompt, plan.max_tokens)
+        result = outcome.result
+        if result.text not in self._verdicts:
+            self._verdicts[result.text] = plan.task.score(problem, result.text)
+        regret = None
+        if chosen.options.get("mode") != "draft":
+            prompt = prompt_ids(pair.draft, problem.prompt, system=None, raw=False)
+            regret = text_regret(pair.target, prompt, result.token_ids)
+        record = record_of(problem, outcome, self._verdicts[result.text], regret)
+        return Answer(name, record, result.text, result.token_ids)
+
+
+def record_of(
+    problem: Problem, outcome: Outcome, correct: bool | None, regret: float | None
+) -> Record:
+    """The record of one request."""
+    result = outcome.result
+    stats = result.stats
+    tolerated = sum(commit.origin is Origin.TOLERATED for commit in result.commits)
+    return Record(
+        row=problem.row,
+        id=problem.id,
+        finish=result.finish_reason,
+        tokens=len(result.token_ids),
+        digest=digest(result.token_ids),
+        correct=correct,
+        seconds=stats.seconds,
+        ttft_s=stats.ttft_s,
+        accepted=stats.accepted,
+        judged=stats.accepted + stats.corrections,
+        tolerated=tolerated,
+        corrections=stats.corrections,
+        filled=stats.filled,
+        drafted=stats.drafted,
+        wasted=stats.wasted_drafts,
+        passes=stats.cloud_passes,
+        fed=stats.cloud_tokens,
+        windows=stats.windows,
+        uplink=stats.uplink_bytes,
+        downlink=stats.downlink_bytes,
+        cloud_busy_s=outcome.cloud_busy_s,
+        edge_busy_s=outcome.edge_busy_s,
+        cloud_joules=outcome.cloud_joules,
+        edge_joules=outcome.edge_joules,
+        regret=regret,
+    )
+
+
+def text_regret(target: Engine, prompt: list[int], output: list[int]) -> float | None:
+    """Σ log p(y) − log p(x) over a text, y the target's pick at each place: what all its tokens
+    cost the target, in nats. None when the engine has no memory of the text to look it up in."""
+    if not output or not isinstance(target, Remembering):
+        return None
+    target.truncate(0, 0)
+    [places] = target.forward([Step(0, prompt + output[:-1], len(output))])
+    target.truncate(0, 0)
+    total = 0.0
+    for p, token in zip(places, output, strict=True):
+        top = p.top(1)
+        if int(top.ids[0]) != token:
+            total += float(top.log_probs[0] - p.log_prob(np.array([token]))[0])
+    return total

@@ -1,0 +1,175 @@
+"""Records traces: both models along the target's own greedy text, each asked once a position.
+
+The target writes its answer token by token, as the cloud alone would; behind each prefix of it the
+draft is asked too. Both are limited to the ids they share, as the runtime does, and fed one token
+at a time, so that a pair with a memory (`engines.memory`) computes nothing twice. What a rule
+compares is what a cloud would: JS and FSD's variant between the target and the draft's *sketch*.
+TV, entropies and regret are of the whole distributions, as far as a memory keeps them.
+
+Requests are independent, so any number of processes writes the same file; it is in the order of the
+problems, and rows already there are left alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from e2sci.decoding.distribution import Distribution, decode, sketch
+from e2sci.decoding.divergence import divergence
+from e2sci.engines.base import Engine, Step, fingerprint, text_of
+from e2sci.evaluation.pair import Pair, PairSpec
+from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
+from e2sci.evaluation.traces import RequestTrace, TraceWriter
+from e2sci.runtime.cloud import different_vocabularies
+from e2sci.runtime.text import prompt_ids
+
+_Place = dict[str, Any]
+"""One position, by the names of RequestTrace's fields."""
+
+TARGET_SKETCH = 32
+"""Tokens of p that are kept; q is kept as it would travel."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record: problems of `task`, `max_tokens` positions each at most."""
+
+    pair: PairSpec
+    task: Task
+    max_tokens: int = MAX_TOKENS
+
+
+def record(
+    recording: Recording, writer: TraceWriter, problems: Sequence[Problem], *, jobs: int = 1
+) -> Generator[RequestTrace, None, None]:
+    """Record the problems that `writer` lacks; yields each when it is written.
+
+    `jobs`: worker processes, 0 to run in this one. Raises ValueError when the two models don't
+    share their token ids or a prompt leaves no room in the context.
+    """
+    missing = [problem for problem in problems if problem.row not in writer.rows]
+    if not missing:
+        return
+    for request in (_inline if jobs == 0 else _spread)(recording, missing, jobs):
+        writer.append(request)
+        yield request
+
+
+def _inline(
+    recording: Recording, problems: Sequence[Problem], _jobs: int
+) -> Iterator[RequestTrace]:
+    recorder = Recorder(recording)
+    try:
+        yield from map(recorder.record, problems)
+    finally:
+        recorder.pair.close()
+
+
+def _spread(recording: Recording, problems: Sequence[Problem], jobs: int) -> Iterator[RequestTrace]:
+    context = multiprocessing.get_context("spawn")  # llama.cpp's threads don't survive a fork
+    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(recording,)) as pool:
+        try:
+            yield from filter(None, pool.map(_record, problems))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_recorder: Recorder
+
+
+def _start(recording: Recording) -> None:
+    global _recorder
+    _recorder = Recorder(recording)
+
+
+def _record(problem: Problem) -> RequestTrace | None:
+    with suppress(KeyboardInterrupt):  # the parent stops us in its own way
+        return _recorder.record(problem)
+    return None
+
+
+class Recorder:
+    """Records requests with a loaded pair. Raises ValueError when its vocabularies differ."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.pair = Pair(recording.pair)
+        self._vocab = shared_vocab(self.pair)
+
+    def record(self, problem: Problem) -> RequestTrace:
+        """The trace of one request. Raises ValueError when its prompt fills the context."""
+        target, draft = self.pair.target, self.pair.draft
+        prompt = prompt_ids(draft, problem.prompt, system=None, raw=False)
+        room = min(target.info.context, draft.info.context) - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the prompt of row {problem.row} has {len(prompt)} tokens and leaves no room in "
+                "the context; raise --context"
+            )
+        with self.pair.request(problem.prompt):
+            try:
+                places = list(self._places(prompt, min(room, self.recording.max_tokens)))
+            finally:
+                target.truncate(0, 0)
+                draft.truncate(0, 0)
+        return self._request(problem, len(prompt), places)
+
+    def _places(self, prompt: list[int], most: int) -> Iterator[_Place]:
+        """Position by position, up to the target's EOS."""
+        feed = prompt
+        for _ in range(most):
+            place = self._place(feed)
+            yield place
+            if place["tokens"] in self.pair.target.info.eos_ids:
+                return
+            feed = [place["tokens"]]
+
+    def _place(self, feed: list[int]) -> _Place:
+        p, q = (self._next(engine, feed) for engine in (self.pair.target, self.pair.draft))
+        y, x = p.argmax, q.argmax
+        sent = sketch(q, keep=x)
+        seen = decode(sent, self._vocab)
+        at_y, at_x = p.log_prob(np.array([y, x])).tolist()
+        return {
+            "tokens": y,
+            "drafts": x,
+            "js": divergence("js", p, seen),
+            "js_fsd": divergence("js_fsd", p, seen),
+            "tv": divergence("tv", p, q),
+            "regret": at_y - at_x,
+            "entropy": q.entropy,
+            "target_entropy": p.entropy,
+            "p": sketch(p, keep=x, size=TARGET_SKETCH),
+            "q": sent,
+        }
+
+    def _next(self, engine: Engine, feed: list[int]) -> Distribution:
+        [[p]] = engine.forward([Step(0, feed)])
+        return p.limited(self._vocab)
+
+    def _request(self, problem: Problem, prompt: int, places: list[_Place]) -> RequestTrace:
+        series: dict[str, Any] = {name: [place[name] for place in places] for name in places[0]}
+        text = text_of(self.pair.target.tokenizer, series["tokens"])
+        return RequestTrace(
+            row=problem.row,
+            id=problem.id,
+            prompt_tokens=prompt,
+            correct=self.recording.task.score(problem, text),
+            **series,
+        )
+
+
+def shared_vocab(pair: Pair) -> int:
+    """Ids below this mean the same to both models. Raises ValueError when they don't."""
+    draft, target = pair.draft, pair.target
+    shared = min(draft.info.real_vocab, target.info.real_vocab)
+    if fingerprint(draft).at(shared) != fingerprint(target).at(shared):
+        raise ValueError(str(different_vocabularies(draft.info.name, target.info.name)))
+    return shared
