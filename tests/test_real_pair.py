@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import numpy as np
 import pytest
 
+from e2sci.decoding.distribution import Dense, decode, sketch
+from e2sci.decoding.divergence import divergence
 from e2sci.engines.base import Engine, Step, fingerprint
 from e2sci.engines.load import load_engine
+from e2sci.engines.memory import KEPT, Remembering
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
@@ -134,3 +138,77 @@ def test_the_wire_cost_at_a_window_of_eight(target, draft):
     assert (strict.stats.uplink_bytes - opening) / strict.stats.drafted <= 12
     assert (regret.stats.uplink_bytes - opening) / regret.stats.drafted <= 12
     assert (js.stats.uplink_bytes - opening) / js.stats.drafted <= 64
+
+
+# ---- remembered distributions -------------------------------------------------------------
+
+POSITIONS = 24
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3)
+REGRETS = (0.1, 0.3, 0.7, 1.5)
+
+
+def alone(engine: Engine, prompt: list[int], line: list[int]) -> list[Dense]:
+    """The engine's own distributions along `line`, fed as the memory feeds it."""
+    engine.truncate(0, 0)
+    [[p]] = engine.forward([Step(0, prompt)])
+    places = [p]
+    for token in line:
+        [[p]] = engine.forward([Step(0, [token])])
+        places.append(p)
+    engine.truncate(0, 0)
+    return cast("list[Dense]", places)
+
+
+def test_every_decision_is_the_same_with_what_is_remembered(target, draft, tmp_path):
+    """At each place: both picks, the sketch on the wire, and each rule at each threshold."""
+    text = PROMPTS[1]
+    prompt = prompt_ids(draft, text, system=None, raw=False)
+    memories = [Remembering(e, tmp_path / n) for e, n in ((target, "target"), (draft, "draft"))]
+    line: list[int] = []
+    with memories[0].request(prompt):
+        [[p]] = memories[0].forward([Step(0, prompt)])
+        for _ in range(POSITIONS - 1):
+            line.append(p.argmax)
+            [[p]] = memories[0].forward([Step(0, line[-1:])])
+    kept = []
+    for memory in memories:  # a second time, now from the file, and cut in between
+        with memory.request(prompt):
+            [outputs] = memory.forward([Step(0, prompt + line, POSITIONS)])
+            kept.append([p.limited(p.size) for p in outputs])
+    whole = [alone(engine, prompt, line) for engine in (target, draft)]
+    for p, q, kept_p, kept_q in zip(*whole, *kept, strict=True):
+        assert (p.argmax, q.argmax) == (kept_p.argmax, kept_q.argmax)
+        sent = sketch(q, keep=q.argmax)
+        assert sent == sketch(kept_q, keep=kept_q.argmax)
+        far = [divergence("js", each, decode(sent, q.size)) for each in (p, kept_p)]
+        assert far[0] == pytest.approx(far[1], abs=1e-3)
+        lost = [
+            float(each.log_prob(np.array([p.argmax]))[0] - each.log_prob(np.array([q.argmax]))[0])
+            for each in (p, kept_p)
+        ]
+        assert lost[0] == pytest.approx(lost[1], abs=1e-9) or lost[0] > KEPT - 1
+        for t in THRESHOLDS:
+            assert (far[0] <= t) == (far[1] <= t)
+        for t in REGRETS:
+            assert (lost[0] <= t) == (lost[1] <= t)
+    assert memories[0].computed == POSITIONS
+
+
+def test_a_cut_cache_computes_what_a_fresh_one_does(target, draft, tmp_path):
+    """The same bits behind a rollback: what makes a memory independent of who asked first."""
+    prompt = prompt_ids(draft, PROMPTS[0], system=None, raw=False)
+    memory = Remembering(draft, tmp_path)
+    with memory.request(prompt):
+        [[p]] = memory.forward([Step(0, prompt)])
+        line = [p.argmax]
+        for token in (11, 12, 13):  # a branch that dies
+            [[p]] = memory.forward([Step(0, [token])])
+            assert p.argmax >= 0
+        memory.truncate(0, len(prompt))
+        found = []
+        for _ in range(6):
+            [[p]] = memory.forward([Step(0, line[-1:])])
+            found.append(p.top(24))
+            line.append(p.argmax)
+    for mine, theirs in zip(found, alone(draft, prompt, line)[1:], strict=False):
+        np.testing.assert_array_equal(mine.log_probs, theirs.log_prob(mine.ids))

@@ -167,8 +167,8 @@ def test_cells(cell, row, text):
 
 def test_json_has_the_documented_shape(results):
     made = json.loads(json.dumps(report.to_json(results), allow_nan=False))
-    assert list(made) == ["profile", "task", "rows", "base", "methods"]
-    assert (made["profile"]["name"], made["task"], made["rows"]) == ("paper", "gsm8k", [0, 20])
+    assert list(made) == ["profile", "devices", "task", "rows", "base", "methods"]
+    assert (made["profile"], made["task"], made["rows"]) == ("paper", "gsm8k", "0:21")
     assert [row["method"] for row in made["methods"]][:2] == ["cloud", "draft"]
     assert {"tokens_per_s", "accuracy", "accuracy_diff", "speedup"} <= set(made["methods"][0])
 

@@ -128,6 +128,7 @@ def bench(
             max_tokens=max_tokens,
             clock="virtual",
             command=shlex.join(["e2sci", *sys.argv[1:]]),
+            setting=setting.described(),
         )
         order = _Order(Plan(which, chosen, setting, names, max_tokens), header, problems, jobs)
         if on_wall:

@@ -180,9 +180,7 @@ def _show(load: Load, found: list[Capacity] | list[Figures]) -> None:
     if isinstance(found[0], Capacity):
         target = f"{found[0].target:g} tok/s"
         console.print(f"users: the most of one engine with {target} or more in 95 % of requests")
-    console.print(
-        "tok/s of a request: the median / 95 % / 99 % get at least; TTFT: p50 / p95 / p99"
-    )
+    console.print("tok/s of a request: median/95 %/99 % get at least; TTFT: p50/p95/p99")
     console.print("engine: tok/s of all its users; pass: tokens that reach users by one")
     if any(point and point.requests < FEW for _, point in points):
         console.print(f"below {FEW} requests 95 and 99 % say little; raise --seconds")
@@ -193,8 +191,8 @@ def _cells(point: Figures) -> list[str]:
     return [
         str(point.users),
         str(point.requests),
-        " / ".join(f"{speed:.1f}" for speed in speeds),
-        " / ".join(f"{t:.2f}" for t in (point.ttft_p50, point.ttft_p95, point.ttft_p99)),
+        "/".join(f"{speed:.1f}" for speed in speeds),
+        "/".join(f"{t:.2f}" for t in (point.ttft_p50, point.ttft_p95, point.ttft_p99)),
         f"{point.engine_tokens_per_s:.0f}",
         f"{point.busy:.0%}",
         f"{point.tokens_per_pass:.1f}",

@@ -207,6 +207,7 @@ def benched(
             max_tokens=order.max_tokens,
             clock="virtual",
             command=order.command,
+            setting=setting.described(),
         )
         results = Results.create_or_resume(order.place(asked) / label, header)
         plan = Plan(order.pair, asked.task, setting, methods, order.max_tokens)

@@ -22,6 +22,7 @@ implementation's; what is PEARL's or AMUSD's is their schedule, not their code.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import random
 import re
@@ -77,6 +78,26 @@ class Setting:
     def threshold(self, rule: str) -> float:
         """T of a rule: calibrated, else the paper's .2 (regret: .5, ours)."""
         return self.thresholds.get(rule, 0.5 if rule == "elastic-regret" else 0.2)
+
+    def described(self) -> dict[str, Any]:
+        """All of it but the profile, small enough for a header: two that differ differ here."""
+        g, recorded = self.predictor, ",".join(map(repr, self.recorded))
+        return {
+            "tau": self.tau,
+            "thresholds": dict(sorted(self.thresholds.items())),
+            "matched": self.matched,
+            "recorded": _print(recorded) if recorded else None,
+            "predictor": None if g is None else _print(repr(_sampled(g))),
+        }
+
+
+def _sampled(g: Predictor) -> list[Forecast]:
+    """What g says on a grid: as good as its weights to tell it from others."""
+    return [g(r / 20, delta / 10) for r in range(21) for delta in range(-10, 11)]
+
+
+def _print(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 VARIANTS: dict[str, str] = {

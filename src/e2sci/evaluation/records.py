@@ -36,9 +36,9 @@ Line = TypeVar("Line", "Record", "Text")
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What a directory's records were made with.
 
-    `profile`: name and all its numbers; `file`: base name of the task's file, None if it needs
-    none; `first`, `last`: rows of the task; `draft`, `target`: model identities; `command`: the
-    last command line that wrote here.
+    `profile`: name and all its numbers; `setting`: what calibration gave the methods; `file`: base
+    name of the task's file, None if it needs none; `first`, `last`: rows of the task; `draft`,
+    `target`: model identities; `command`: the last command line that wrote here.
     """
 
     version: int = VERSION
@@ -52,6 +52,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     clock: Literal["virtual", "wall"]
     command: str
+    setting: dict[str, Any] = {}
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +246,7 @@ def _read_header(directory: Path) -> Header:
 
 
 def _require_same(directory: Path, before: Header, now: Header) -> None:
-    for name in ("profile", "task", "file", "draft", "target", "max_tokens", "clock"):
+    for name in ("profile", "task", "file", "draft", "target", "max_tokens", "clock", "setting"):
         old, new = getattr(before, name), getattr(now, name)
         if old != new:
             raise ValueError(

@@ -182,13 +182,14 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def to_json(results: Results, base: str = "cloud") -> dict[str, Any]:
-    """For `json.dumps`: {profile, task, rows: [first, last], base, methods: [row of `compare`]}.
+    """For `json.dumps`: {profile, devices, task, rows: "A:B", base, methods: [row of `compare`]}.
     Raises ValueError like `compare`."""
     header = results.header
     return {
-        "profile": header.profile,
+        "profile": header.profile["name"],
+        "devices": header.profile,
         "task": header.task,
-        "rows": [header.first, header.last],
+        "rows": f"{header.first}:{header.last + 1}",
         "base": base,
         "methods": compare(results, base),
     }

@@ -1,0 +1,280 @@
+"""Makes docs/results.md and its figures from the result files that are committed beside it.
+
+    python benchmarks/results.py                      # make the page anew
+    python benchmarks/results.py --take DIR NAME      # first copy a bench's records (no texts)
+
+    docs/results/bench/<task>-<profile>/              records of `e2sci bench`, report rows
+    docs/results/calibration/<task>-<profile>/        the same on the calibration rows
+    docs/results/wall/                                `e2sci bench --wall`: virtual, wall-1, …
+    docs/results/inertia.json, fleet.json             `e2sci inertia --json`, `e2sci fleet --json`
+    docs/results/discussion.md                        what it means, in words
+
+Every number on the page comes from these files; nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from e2sci.emulation.profile import Profile, from_dict
+from e2sci.evaluation import report, wall
+from e2sci.evaluation.figures import bound_share, frontier, safe, speedup, summary
+from e2sci.evaluation.inertia import Inertia
+from e2sci.evaluation.methods import VARIANTS
+from e2sci.evaluation.plots import plot_inertia
+from e2sci.evaluation.records import Results
+from e2sci.evaluation.report import Column, interval, number
+
+HERE = Path(__file__).parent.parent / "docs"
+DATA = HERE / "results"
+RULES = ("fsd", "fsd-released", "elastic", "elastic-regret")
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--take", nargs=2, metavar=("DIR", "NAME"), action="append", default=[])
+    args = parser.parse_args()
+    for source, name in args.take:
+        take(Path(source), DATA / name)
+    (HERE / "results.md").write_text("\n".join(page()), encoding="utf-8")
+
+
+def take(source: Path, place: Path) -> None:
+    """Copy the header and the records of a bench, without the texts."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if path.name == "bench.json" or (
+            path.suffix == ".jsonl" and not path.stem.endswith(".texts")
+        ):
+            shutil.copy(path, place / path.name)
+
+
+def page() -> Iterator[str]:
+    """The lines of docs/results.md."""
+    yield "# Results\n"
+    yield (DATA / "discussion.md").read_text(encoding="utf-8")
+    for place in sorted((DATA / "bench").iterdir()):
+        yield from bench_section(place.name, Results.load(place))
+    yield from inertia_section()
+    yield from wall_section()
+    yield from fleet_section()
+    yield "\nMade by `python benchmarks/results.py` from the files in `docs/results`.\n"
+
+
+# ---- one bench ----------------------------------------------------------------------------
+
+
+def bench_section(name: str, results: Results) -> Iterator[str]:
+    header, methods = results.header, results.methods()
+    profile = from_dict(header.profile)
+    yield f"\n## {header.task}, profile `{profile.name}`\n"
+    yield f"Rows {header.first} to {header.last}, at most {header.max_tokens} tokens, greedy; "
+    yield f"`{header.target}` verifies `{header.draft}`.\n"
+    yield f"```\n{header.command}\n```\n"
+    main = [m for m in methods if not _ablation(m) and "@" not in m]
+    rows = with_bound(report.compare(results, methods=_shown(results, main)), results, profile)
+    yield report.markdown_table(rows, (*report.SPEED, BOUND))
+    yield report.markdown_table(rows, report.INTERVALS)
+    yield report.markdown_table(rows, report.COST)
+    report.speed_bars(rows, DATA / f"{name}-speed.svg", f"{header.task}, {profile.name}")
+    yield f"![Speed of each method](results/{name}-speed.svg)\n"
+    yield from frontier_section(name, results)
+    yield from equal_section(results)
+    yield from ablation_section(name, results)
+
+
+def _ablation(method: str) -> bool:
+    return method.startswith("elastic") and any(method.endswith(f"-{v}") for v in VARIANTS)
+
+
+def _shown(results: Results, main: Sequence[str]) -> list[str]:
+    """As the terminal's table has them, without windows of SD that are not the best."""
+    return [row["method"] for row in report.compare(results) if row["method"] in main]
+
+
+def with_bound(rows: Rows, results: Results, profile: Profile) -> Rows:
+    """Rows with the share of the pipeline bound that each reached at its own acceptance."""
+    for row in rows:
+        records = results.records(row["method"])
+        share = bound_share(records, profile.draft.ms(1), profile.target.ms, profile.link.rtt_ms)
+        row["bound"] = share if row["method"] != "colocated" else None
+    return rows
+
+
+BOUND = Column("% of bound", number("bound", 0, 100))
+
+
+# ---- thresholds ---------------------------------------------------------------------------
+
+
+def by_threshold(results: Results, rule: str) -> dict[float, str]:
+    """Methods `rule@T` by T."""
+    found = (m.partition("@") for m in results.methods())
+    return {float(t): f"{base}@{t}" for base, _, t in found if base == rule and t}
+
+
+def frontier_section(name: str, results: Results) -> Iterator[str]:
+    place = DATA / "calibration" / name
+    if not place.exists():
+        return
+    calibration = Results.load(place)
+    cloud = [*calibration.records("cloud"), *results.records("cloud")]
+    curves: dict[str, Rows] = {}
+    for rule in RULES:
+        here, there = by_threshold(results, rule), by_threshold(calibration, rule)
+        points = [
+            (t, calibration.records(there[t]), results.records(here[t]))
+            for t in sorted(here.keys() & there.keys())
+        ]
+        if points:
+            curves[rule] = frontier(points, cloud)
+    if not curves:
+        return
+    header = calibration.header
+    yield "\n### Speed against accuracy\n"
+    yield f"Calibration rows: {header.first} to {header.last}.\n"
+    for rule, rows in curves.items():
+        loosest = safe(rows)
+        found = "none is safe" if loosest is None else f"safe setting: T = {loosest:g}"
+        yield f"\n**{rule}** ({found})\n"
+        yield report.markdown_table(rows, report.FRONTIER)
+    alone = summary(results.records("cloud"))
+    report.frontier_plot(curves, alone, DATA / f"{name}-frontier.svg", results.header.task)
+    yield f"![Accuracy over speed](results/{name}-frontier.svg)\n"
+
+
+RATIOS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("elastic", "fsd", lambda t: f"fsd@{t:g}"),
+    ("elastic", "sd", lambda t: "sd"),
+    ("elastic", "cloud", lambda t: "cloud"),
+)
+
+
+def equal_section(results: Results) -> Iterator[str]:
+    """Elastic against FSD at the same T, SD and the cloud alone."""
+    methods, rows = set(results.methods()), []
+    for t, ours in sorted(by_threshold(results, "elastic").items()):
+        row: dict[str, Any] = {"threshold": t}
+        for _, title, base in RATIOS:
+            if base(t) in methods:
+                ratio = speedup(results.records(ours), results.records(base(t)))
+                row |= dict(zip((title, f"{title}_low", f"{title}_high"), ratio, strict=True))
+        rows.append(row)
+    if rows:
+        yield "\n### Elastic at equal thresholds\n"
+        columns = (
+            Column("T", number("threshold", 2)),
+            *(Column(f"× {title} [95 %]", interval(title, 2)) for _, title, _ in RATIOS),
+        )
+        yield report.markdown_table(rows, columns)
+
+
+# ---- ablations ----------------------------------------------------------------------------
+
+
+def ablation_section(name: str, results: Results) -> Iterator[str]:
+    variants = [m for m in results.methods() if _ablation(m)]
+    if not variants or "elastic" not in results.methods():
+        return
+    rows = report.compare(results, "elastic", ["elastic", *variants])
+    for row in rows:
+        row["what"] = VARIANTS.get(row["method"].removeprefix("elastic-"), "")
+    yield "\n### Ablations\n"
+    columns = (
+        report.METHOD,
+        Column("what is different", lambda row: str(row["what"])),
+        Column("tok/s", number("tokens_per_s")),
+        Column("× elastic [95 %]", interval("speedup", 3)),
+        Column("accuracy %", number("accuracy", 1, 100)),
+        Column("accepted %", number("acceptance", 1, 100)),
+        Column("passes/tok", number("passes_per_token", 3)),
+        Column("requests", number("requests", 0)),
+    )
+    yield report.markdown_table(rows, columns)
+    report.ablation_bars(rows, DATA / f"{name}-ablations.svg", results.header.task)
+    yield f"![Ablations](results/{name}-ablations.svg)\n"
+
+
+# ---- inertia, wall clock, fleet ----------------------------------------------------------
+
+
+def inertia_section() -> Iterator[str]:
+    path = DATA / "inertia.json"
+    if not path.exists():
+        return
+    found = msgspec.json.decode(path.read_bytes(), type=list[Inertia])
+    plot_inertia(found, DATA / "inertia.svg")
+    yield "\n## Credit inertia\n"
+    for one in found:
+        lag = one.lags[0]
+        yield (
+            f"**{one.name}** ({one.requests} requests, {one.windows} windows of {one.window}): "
+            f"lag-1 autocorrelation {lag.observed:.2f}, shuffled {lag.null:.2f} ± "
+            f"{lag.null_sd:.2f}, p = {lag.p:.3f}; between requests {one.between.share:.2f} of the "
+            f"variance. {one.verdict}\n"
+        )
+        rows = [
+            {"cut": cut, **msgspec.structs.asdict(band)}
+            for cut, bands in one.bands.items()
+            for band in bands.bands
+        ]
+        columns = (
+            Column("bands", lambda row: str(row["cut"])),
+            Column("credit", lambda row: f"{row['name']} {row['low']:.2f}-{row['high']:.2f}"),
+            Column("windows", number("windows", 0)),
+            Column("acceptance", number("mean", 3)),
+            Column("95 %", lambda row: "-".join(f"{end:.2f}" for end in row["interval"])),
+            Column("shuffled", lambda row: f"{row['null']:.2f} ± {row['null_sd']:.2f}"),
+        )
+        yield report.markdown_table(rows, columns)
+        r2 = ", ".join(f"{name} {value:.3f}" for name, value in one.r2.items())
+        yield f"R² of the next window's acceptance, across requests: {r2}.\n"
+    yield "![Credit inertia](results/inertia.svg)\n"
+
+
+def wall_section() -> Iterator[str]:
+    place = DATA / "wall"
+    if not place.exists():
+        return
+    runs = [Results.load(path) for path in sorted(place.glob("wall-*"))]
+    header = runs[0].header
+    yield "\n## Wall clock\n"
+    yield (
+        f"{header.task}, rows {header.first} to {header.last}, {len(runs)} runs; "
+        "one core for each end, an emulated link between.\n"
+    )
+    yield f"```\n{header.command}\n```\n"
+    rows = wall.compare(Results.load(place / "virtual"), runs)
+    yield report.markdown_table(rows, wall.COLUMNS)
+
+
+def fleet_section() -> Iterator[str]:
+    path = DATA / "fleet.json"
+    if not path.exists():
+        return
+    found = msgspec.json.decode(path.read_bytes())
+    yield "\n## Users per engine\n"
+    yield f"{found['task']}, profile `{found['profile']}`, users that are always busy.\n"
+    rows = [{"method": one["method"], **(one["point"] or {})} for one in found["methods"]]
+    columns = (
+        Column("method", lambda row: str(row["method"])),
+        Column("users", number("users", 0)),
+        Column("95 % get at least, tok/s", number("speed_95")),
+        Column("median tok/s", number("speed_p50")),
+        Column("engine tok/s", number("engine_tokens_per_s", 0)),
+        Column("busy %", number("busy", 0, 100)),
+        Column("tokens/pass", number("tokens_per_pass")),
+    )
+    yield report.markdown_table(rows, columns)
+
+
+if __name__ == "__main__":
+    main()
