@@ -174,8 +174,8 @@ def verdict(accepted=1, rejected=False):
     return Verdict(request=1, branch=0, start=0, accepted=accepted, rejected=rejected)
 
 
-def fills(arrivals, now, pass_s):
-    return arrivals.fill_from(now, pass_s) <= now
+def fills(arrivals, now, pass_s, acceptance=1.0):
+    return arrivals.fill_from(now, pass_s, acceptance) <= now
 
 
 def test_a_window_expected_sooner_than_a_pass_is_waited_for():
@@ -188,6 +188,16 @@ def test_a_window_expected_sooner_than_a_pass_is_waited_for():
     assert not fills(arrivals, 1.21, pass_s=0.1)  # it may be a little late
     assert fills(arrivals, 1.31, pass_s=0.1)  # but it is not waited for for ever
     assert not fills(arrivals, 1.0, pass_s=0.5)
+
+
+def test_a_window_that_will_hardly_stand_is_hardly_waited_for():
+    arrivals = Arrivals(0.0)
+    arrivals.came(0.05)
+    arrivals.sent(1.0, verdict())
+    assert not fills(arrivals, 1.0, pass_s=0.1)
+    assert not fills(arrivals, 1.0, pass_s=0.1, acceptance=0.9)
+    assert fills(arrivals, 1.0, pass_s=0.1, acceptance=0.8)  # .8⁴ of a pass is under .05 s
+    assert fills(arrivals, 1.06, pass_s=0.1, acceptance=0.2)  # nor if it is late
 
 
 def test_windows_after_a_rejection_are_expected_by_their_own_times():

@@ -51,7 +51,15 @@ METHODS = "cloud,sd,fsd,strict,elastic"
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False))
 @profile_option
 @click.option("--measure", is_flag=True, help="Measure this machine's engines for the profile.")
-@click.option("--wall", "on_wall", type=click.IntRange(1, 20), metavar="N", help="See below.")
+@click.option(
+    "--wall",
+    "on_wall",
+    type=click.IntRange(1, 20),
+    is_flag=False,
+    flag_value=3,
+    metavar="[N]",
+    help="On this machine's own clock, N times (3).",
+)
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -94,7 +102,7 @@ def bench(
     and so on. `elastic@0.1` sets the threshold, in nats.
 
     --measure takes the times of this machine's engines in place of the profile's, and keeps them as
-    profile.toml in --out. --wall N runs on this machine's own clock, N times, one core each for
+    profile.toml in --out. --wall runs on this machine's own clock, N times, one core each for
     edge and cloud and the profile's link between, and shows how far the virtual clock predicts it.
     """
     console = Console(highlight=False)

@@ -5,7 +5,7 @@ feed (prompts in chunks, corrections, queued drafts), runs it all as one pass on
 thread, and lets each session judge its part. The order rotates, so no seat waits for good.
 
 Fill is decided here, since only here the time is known: a seat with no drafts waiting is decoded
-plainly if none are expected sooner than one pass takes. When to expect them is learnt from the
+plainly if none are expected soon enough to be worth a wait. When to expect them is learnt from the
 request itself: how long after a verdict its next window came.
 """
 
@@ -31,7 +31,8 @@ PREFILL = 512
 """Prompt tokens in one pass at most."""
 SHARED_PASS_MS = 400.0
 """A pass that several requests share takes about this long at most."""
-_GRACE = 0.5  # passes that an overdue window is waited for before filling
+_GRACE = 0.5  # of what waiting is worth: how long an overdue window is waited for
+_RUN = 4  # drafts in a row that must stand for a wait to have paid
 
 
 @dataclass
@@ -52,10 +53,16 @@ class Arrivals:
         took, usual = now - self.idle_since, self._usual.get(self.cut)
         self._usual[self.cut] = took if usual is None else usual + 0.3 * (took - usual)
 
-    def fill_from(self, now: float, pass_s: float) -> float:
-        """The time from which a fill pass is in place."""
+    def fill_from(self, now: float, pass_s: float, acceptance: float) -> float:
+        """The time from which a fill pass is in place.
+
+        Waiting for a window saves a pass if its drafts stand, and is lost if they don't; filling
+        loses little either way. So it is waited for less the less is accepted, and hardly at all
+        where nothing is: then this is the cloud alone.
+        """
+        worth = pass_s * acceptance**_RUN
         expected = self.idle_since + self._usual.get(self.cut, 0.0)
-        return now if expected - now >= pass_s else expected + _GRACE * pass_s
+        return now if expected - now >= worth else expected + _GRACE * worth
 
 
 @dataclass(eq=False)
@@ -188,13 +195,14 @@ class Scheduler:
         if not seat.drafting:
             return True
         moment = now()
-        return seat.arrivals.fill_from(moment, self._times.ms(1) / 1000) <= moment
+        pass_s = self._times.ms(1) / 1000
+        return seat.arrivals.fill_from(moment, pass_s, seat.acceptance) <= moment
 
     def _until_fill(self) -> float | None:
         """Seconds until some seat may be filled; None if only a message can change anything."""
         moment, pass_s = now(), self._times.ms(1) / 1000
         due = [
-            seat.arrivals.fill_from(moment, pass_s) - moment
+            seat.arrivals.fill_from(moment, pass_s, seat.acceptance) - moment
             for seat in self._seats
             if seat.fills and not seat.session.queue and not seat.session.finished
         ]
