@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from e2sci.cli import COMMANDS, main
-from e2sci.cli.run import LEGEND, Printer, split_off
+from e2sci.cli.printer import LEGEND, Printer, split_off
 from e2sci.engines.base import text_of
+from e2sci.evaluation.calibration import Calibration, Check
 from e2sci.runtime.options import Piece
 from e2sci.session.edge import Commit, Origin
 from live import LiveCloud, Watched, draft, free_port, pair, target
@@ -75,6 +76,45 @@ def test_the_shape_of_json(cloud, mode):
     else:
         assert stats["cloud_passes"] > 0
         assert stats["uplink_bytes"] > 20
+
+
+def calibrated(tmp_path, draft, t):
+    """A calibration file of `draft` with T_base = t."""
+    path = tmp_path / f"{t}.json"
+    Calibration(
+        draft=draft, target="any", tasks=[], first=0, last=0, max_tokens=9, profile="paper",
+        delta=0.01, tau=0.9, thresholds={"elastic": t}, window=None, matched=None, recorded=[],
+        measured={}, check=Check(passed=False, verdict=""), predictor=None, command="",
+    ).save(path)  # fmt: skip
+    return str(path)
+
+
+def test_elastic_takes_its_thresholds_from_a_calibration(cloud, tmp_path):
+    ask = ("hello", "--max-tokens", "60", "--no-fill", "--json", "--accept")
+    strict = json.loads(run(cloud, *ask, "strict").stdout)
+    none, loose = (
+        run(cloud, *ask, "elastic", "--calibration", calibrated(tmp_path, DRAFT, t))
+        for t in (0.0, 0.6)
+    )
+    assert json.loads(none.stdout)["token_ids"] == strict["token_ids"]
+    assert json.loads(loose.stdout)["token_ids"] != strict["token_ids"]
+    assert "T_base = 0.6" in loose.stderr
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "said"),
+    [
+        ("other", ["--accept", "elastic"], "another pair"),
+        (DRAFT, ["--accept", "strict"], "--accept elastic"),
+        (DRAFT, ["--accept", "elastic", "--threshold", "0.1"], "without threshold"),
+    ],
+)
+def test_a_calibration_that_does_not_fit(cloud, tmp_path, draft, options, said):
+    file = calibrated(tmp_path, draft, 0.1)
+    args = ["run", "hi", "--cloud", cloud.url, "--draft", DRAFT, "--calibration", file, *options]
+    done = CliRunner().invoke(main, args)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
 
 
 def test_lossy_rules_say_their_credit(cloud):

@@ -86,7 +86,7 @@ NAMES = ["cloud", "colocated", "strict", "elastic"]
 
 
 def test_the_same_in_any_number_of_processes():
-    load = Load(TRACE, PAPER, seconds=4, think_s=0.5, seed=3)
+    load = Load(TRACE, PROFILES["mobile"], seconds=4, think_s=0.5, seed=3)  # with jitter
     steps: list[None] = []
     here = fleet(load, NAMES, users=7, engines=2, advance=lambda: steps.append(None))
     assert len(steps) == 2 * len(NAMES)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from e2sci.cli.common import BadInput, download_bar, friendly, load
-from e2sci.cli.run import LEGEND, STYLES, coloured
+from e2sci.cli.printer import LEGEND, STYLES, coloured
 from e2sci.decoding import yardsticks
 from e2sci.decoding.schedule import best_schedule
 from e2sci.emulation.link import LinkProfile

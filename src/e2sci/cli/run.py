@@ -5,38 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import click
 import msgspec
-from rich.console import Console
-from rich.text import Text
 
 from e2sci.cli.common import BadInput, friendly, load, model_options, stderr
+from e2sci.cli.printer import Printer
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge, options_from
-from e2sci.runtime.options import Options, Piece, Result
+from e2sci.runtime.options import Options, Result
 from e2sci.runtime.request import CloudLost
-from e2sci.session.edge import Commit, Origin
 from e2sci.session.messages import Judged
 
-STYLES = {
-    Origin.AGREED: "green",
-    Origin.TOLERATED: "yellow",
-    Origin.CORRECTED: "red",
-    Origin.FILLED: "blue",
-    Origin.DRAFTED: "cyan",
-}
-LEGEND = {
-    Origin.AGREED: "drafted and agreed",
-    Origin.TOLERATED: "drafted and tolerated",
-    Origin.CORRECTED: "corrected",
-    Origin.FILLED: "filled by the cloud",
-    Origin.DRAFTED: "drafted, unverified",
-}
 CLOUD_LOST = 3
 """Exit code when the cloud goes away in the middle of an answer."""
 
@@ -77,6 +63,11 @@ def bias(value: str) -> tuple[int, float]:
     help="What fuzzy and elastic compare with the threshold.",
 )
 @click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Elastic: thresholds from `e2sci calibrate`.  [default pair: the shipped ones]",
+)
 @click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
 @click.option(
     "--floor",
@@ -130,6 +121,7 @@ def run(
     prompt: str,
     cloud: str,
     draft: str,
+    calibration: Path | None,
     trace_file: Path | None,
     wait: float,
     as_json: bool,
@@ -160,97 +152,44 @@ def run(
         options = options_from(Options(), {**settings, "trace": trace_file is not None})
         if not prompt.strip():
             raise ValueError("the prompt is empty; give some text")
+        given = (options.threshold, options.budget) != (None, None)
+        if calibration is not None and (options.accept != "elastic" or given):
+            raise ValueError(
+                "--calibration goes with --accept elastic, without threshold or budget"
+            )
     with ExitStack() as stack:
         trace = stack.enter_context(_writable(trace_file)) if trace_file else None
         engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
         stack.callback(engine.close)
         url = None if options.mode == "draft" else cloud
         out = None if as_json else Printer(engine, show_origin)
-        result, error = _generate(url, engine, prompt, options, wait, out)
+        changes = partial(_calibrated, options, draft, calibration)
+        result, error = _generate(url, engine, prompt, options, wait, out, changes)
         if trace is not None and result is not None:
             _write_trace(trace, result.trace)
     _report(result, error, as_json)
 
 
-class Printer:
-    """Pieces of text to standard output, coloured by origin if asked."""
-
-    def __init__(self, engine: Engine, coloured: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._engine = engine
-        self._coloured = coloured
-        self._shown = 0
-        self._split: list[Commit] = []  # tokens of a character that is not whole yet
-        self._seen: set[Origin] = set()
-
-    def show(self, piece: Piece) -> None:
-        if self._coloured:
-            self._seen |= {c.origin for c in piece.commits}
-            commits, self._split = self._split + piece.commits, []
-            if piece.result is None:
-                commits, self._split = split_off(self._engine, commits)
-            self._console.print(coloured(self._engine, commits), end="")
-        else:
-            click.echo(piece.text, nl=False)
-        self._shown += len(piece.text)
-
-    def rest(self, result: Result) -> None:
-        """What was held back when the stream broke off."""
-        if not self._coloured:
-            click.echo(result.text[self._shown :], nl=False)
-
-    def close(self) -> None:
-        if self._shown or self._seen:
-            click.echo()
-        if self._seen:
-            legend = [Text(LEGEND[o], STYLES[o]) for o in Origin if o in self._seen]
-            stderr.print(Text(" · ").join(legend))
-
-
-def coloured(engine: Engine, commits: list[Commit]) -> Text:
-    """Tokens in the colours of their origins; a split character has that of its last byte."""
-    text = Text()
-    for run in _characters(engine, commits)[0]:
-        data = b"".join(engine.tokenizer.piece(c.token) for c in run)
-        text.append(data.decode("utf-8", errors="replace"), STYLES[run[-1].origin])
-    return text
-
-
-def split_off(engine: Engine, commits: list[Commit]) -> tuple[list[Commit], list[Commit]]:
-    """`commits` up to the last whole character, and the rest."""
-    runs, whole = _characters(engine, commits)
-    rest = [] if whole else runs[-1]
-    return commits[: len(commits) - len(rest)], rest
-
-
-def _characters(engine: Engine, commits: list[Commit]) -> tuple[list[list[Commit]], bool]:
-    """Runs of tokens that are whole characters, and whether the last one is."""
-    runs: list[list[Commit]] = []
-    whole = True
-    for commit in commits:
-        if whole:
-            runs.append([])
-        runs[-1].append(commit)
-        data = b"".join(engine.tokenizer.piece(c.token) for c in runs[-1])
-        try:
-            data.decode()
-            whole = True
-        except UnicodeDecodeError as error:
-            whole = error.reason != "unexpected end of data"
-    return runs, whole
-
-
 def _generate(
-    url: str | None, engine: Engine, prompt: str, options: Options, wait: float, out: Printer | None
+    url: str | None,
+    engine: Engine,
+    prompt: str,
+    options: Options,
+    wait: float,
+    out: Printer | None,
+    changes: Callable[[str], dict[str, Any]],
 ) -> tuple[Result | None, Exception | None]:
-    """Run to the end. The error is CloudLost, or none; others are raised as BadInput."""
+    """Run to the end. The error is CloudLost, or none; others are raised as BadInput. `changes`:
+    further options, by the cloud's model."""
 
     async def main() -> Result | None:
         async with Edge(url, engine, patience=wait, options=options) as edge:
+            more: dict[str, Any] = {}
             if url is not None:
                 for notice in await edge.connect():
                     stderr.print(f"note: {notice}", style="yellow")
-            async for piece in edge.stream(prompt):
+                more = changes(edge.cloud_model)
+            async for piece in edge.stream(prompt, **more):
                 if out is not None:
                     out.show(piece)
                 if piece.result is not None:
@@ -269,6 +208,31 @@ def _generate(
     finally:
         if out is not None:
             out.close()
+
+
+def _calibrated(
+    options: Options, draft: str, path: Path | None, cloud_model: str
+) -> dict[str, Any]:
+    """Constants for elastic from a calibration: the one in `path`, or that of the default pair.
+    Raises ValueError when it is another draft's."""
+    if options.accept != "elastic" or (options.threshold, options.budget) != (None, None):
+        return {}
+    from e2sci.evaluation.calibration import Calibration, shipped  # only here: not light
+    from e2sci.evaluation.pair import identity
+
+    default = (draft, cloud_model) == (DEFAULT, f"{DEFAULT}:target")
+    if path is None and not default:
+        return {}
+    mine = identity(draft, "draft")
+    found = Calibration.load(path) if path else shipped(mine)
+    if found is None:
+        return {}
+    found.require_pair(mine, found.target)
+    constants = found.constants(options.measure)
+    if constants is None:
+        return {}
+    stderr.print(f"calibrated: T_base = {constants.t_base:g}, τ = {constants.tau:g}", style="dim")
+    return {"constants": constants}
 
 
 def _report(result: Result | None, error: Exception | None, as_json: bool) -> None:

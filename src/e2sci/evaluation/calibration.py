@@ -16,15 +16,19 @@ from typing import Self
 
 import msgspec
 
+from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.emulation.profile import Profile
 from e2sci.evaluation.figures import speedup, summary
-from e2sci.evaluation.methods import Setting
+from e2sci.evaluation.methods import Setting, elastic_credit
 from e2sci.evaluation.records import Record
 
 VERSION = 1
 MOST_RECORDED = 512
 MAX_BYTES = 4 << 20
+
+
+_RULES = {"js": "elastic", "regret": "elastic-regret"}
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +99,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """A calibration of `draft` and `target` (identities). Raises ValueError out of range.
 
     `tasks`: names; `first`, `last`: their rows; `profile`: the one the predictor and the speeds
-    stand on; `delta`: accuracy that a safe threshold may lose, as a share; `tau`: mean agreement;
+    stand on; `delta`: accuracy that a safe threshold may lose, as a share; `tau`: what credit is
+    centred on;
     `thresholds`: T_base in nats by rule, 0 where none was safe; `window`: the fastest constant W;
     `matched`, `recorded`: see `methods.Setting`; `measured`: what each rule did at each T;
     `predictor`: an .npz as decoding.predictor reads it, None to go without.
@@ -175,6 +180,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
                 f"{target}; make one with `e2sci calibrate`"
             )
 
+    def constants(self, measure: str) -> CreditParams | None:
+        """Credit and threshold for elastic on `measure`; None where it was not calibrated."""
+        t = self.thresholds.get(_RULES.get(measure, ""))
+        return None if t is None else elastic_credit(t, self.tau)
+
     def network(self) -> NetworkPredictor | None:
         """The predictor. Raises ValueError on a damaged one."""
         return None if self.predictor is None else read_predictor(self.predictor)
@@ -203,13 +213,14 @@ def read_predictor(data: bytes) -> NetworkPredictor:
         return NetworkPredictor.load(path)
 
 
-def shipped(draft: str, target: str) -> Calibration | None:
-    """The calibration of these two models (identities) that comes with the package, if any."""
+def shipped(draft: str, target: str | None = None) -> Calibration | None:
+    """The calibration of these two models (identities) that comes with the package, if any; without
+    `target`, of this draft."""
     folder = resources.files("e2sci.evaluation") / "data"
     files = sorted(folder.iterdir(), key=lambda file: file.name) if folder.is_dir() else []
     for file in files:
         if file.name.endswith(".json"):
             found = Calibration.parse(file.read_bytes(), file.name)
-            if (found.draft, found.target) == (draft, target):
+            if found.draft == draft and target in (None, found.target):
                 return found
     return None
