@@ -15,6 +15,7 @@ Every number on the page comes from these files; nothing is run.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def bench_section(name: str, results: Results) -> Iterator[str]:
     yield f"Rows {header.first} to {header.last}, at most {header.max_tokens} tokens, greedy; "
     yield f"`{header.target}` verifies `{header.draft}`.\n"
     yield f"```\n{header.command}\n```\n"
-    main = [m for m in methods if not _ablation(m) and "@" not in m]
+    main = [m for m in methods if _variant(m) is None and _at_the_papers(m)]
     rows = with_bound(report.compare(results, methods=_shown(results, main)), results, profile)
     yield report.markdown_table(rows, (*report.SPEED, BOUND))
     yield report.markdown_table(rows, report.INTERVALS)
@@ -91,8 +92,15 @@ def bench_section(name: str, results: Results) -> Iterator[str]:
     yield from ablation_section(name, results)
 
 
-def _ablation(method: str) -> bool:
-    return method.startswith("elastic") and any(method.endswith(f"-{v}") for v in VARIANTS)
+def _variant(method: str) -> str | None:
+    """What is different about a variant of elastic; None for other methods."""
+    base = method.partition("@")[0]
+    return next((v for v in VARIANTS if base == f"elastic-{v}"), None)
+
+
+def _at_the_papers(method: str) -> bool:
+    """Methods without a threshold, and of the others those at the paper's."""
+    return "@" not in method or method in ("fsd@0.2", "fsd-released@0.2", "elastic@0.2")
 
 
 def _shown(results: Results, main: Sequence[str]) -> list[str]:
@@ -181,26 +189,27 @@ def equal_section(results: Results) -> Iterator[str]:
 
 
 def ablation_section(name: str, results: Results) -> Iterator[str]:
-    variants = [m for m in results.methods() if _ablation(m)]
-    if not variants or "elastic" not in results.methods():
-        return
-    rows = report.compare(results, "elastic", ["elastic", *variants])
-    for row in rows:
-        row["what"] = VARIANTS.get(row["method"].removeprefix("elastic-"), "")
-    yield "\n### Ablations\n"
-    columns = (
-        report.METHOD,
-        Column("what is different", lambda row: str(row["what"])),
-        Column("tok/s", number("tokens_per_s")),
-        Column("× elastic [95 %]", interval("speedup", 3)),
-        Column("accuracy %", number("accuracy", 1, 100)),
-        Column("accepted %", number("acceptance", 1, 100)),
-        Column("passes/tok", number("passes_per_token", 3)),
-        Column("requests", number("requests", 0)),
-    )
-    yield report.markdown_table(rows, columns)
-    report.ablation_bars(rows, DATA / f"{name}-ablations.svg", results.header.task)
-    yield f"![Ablations](results/{name}-ablations.svg)\n"
+    for t, elastic in by_threshold(results, "elastic").items():
+        variants = [m for m in results.methods() if _variant(m) and m.endswith(f"@{t:g}")]
+        if not variants:
+            continue
+        rows = report.compare(results, elastic, [elastic, *variants])
+        for row in rows:
+            row["what"] = VARIANTS.get(_variant(row["method"]) or "", "")
+        yield f"\n### Ablations, T = {t:g}\n"
+        columns = (
+            report.METHOD,
+            Column("what is different", lambda row: str(row["what"])),
+            Column("tok/s", number("tokens_per_s")),
+            Column("× elastic [95 %]", interval("speedup", 3)),
+            Column("accuracy %", number("accuracy", 1, 100)),
+            Column("accepted %", number("acceptance", 1, 100)),
+            Column("passes/tok", number("passes_per_token", 3)),
+            Column("requests", number("requests", 0)),
+        )
+        yield report.markdown_table(rows, columns)
+        report.ablation_bars(rows, DATA / f"{name}-ablations.svg", results.header.task)
+        yield f"![Ablations](results/{name}-ablations.svg)\n"
 
 
 # ---- inertia, wall clock, fleet ----------------------------------------------------------
@@ -210,7 +219,7 @@ def inertia_section() -> Iterator[str]:
     path = DATA / "inertia.json"
     if not path.exists():
         return
-    found = msgspec.json.decode(path.read_bytes(), type=list[Inertia])
+    found = msgspec.convert(_known(msgspec.json.decode(path.read_bytes())), list[Inertia])
     plot_inertia(found, DATA / "inertia.svg")
     yield "\n## Credit inertia\n"
     for one in found:
@@ -238,6 +247,15 @@ def inertia_section() -> Iterator[str]:
         r2 = ", ".join(f"{name} {value:.3f}" for name, value in one.r2.items())
         yield f"R² of the next window's acceptance, across requests: {r2}.\n"
     yield "![Credit inertia](results/inertia.svg)\n"
+
+
+def _known(value: Any) -> Any:
+    """JSON has no NaN: figures that could not be computed are null there."""
+    if isinstance(value, dict):
+        return {key: _known(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_known(each) for each in value]
+    return math.nan if value is None else value
 
 
 def wall_section() -> Iterator[str]:
