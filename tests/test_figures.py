@@ -133,11 +133,9 @@ def test_an_interval_worked_out_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 20))
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(40, 90))
 def test_the_interval_goes_with_mcnemars_test(gained, lost, same):
     """It holds the difference, and zero unless the exact test comes near to rejecting."""
-    if gained + lost + same == 0:
-        return
     ours = other(judged("x" * gained + "-" * lost + "x" * same))
     made = accuracy_difference(ours, judged("-" * gained + "x" * lost + "x" * same))
     low, high = made["accuracy_diff_low"], made["accuracy_diff_high"]
