@@ -278,6 +278,26 @@ def test_on_linear_pass_times_plain_decoding_is_faster():
         assert LINEAR.best_drafts(acceptance, 16) == 0
 
 
+def test_a_crowd_judges_fewer_drafts_each():
+    """50 ms up to 32 tokens, a quarter of a millisecond each beyond."""
+    gpu = PassTimes(((1, 50.0), (32, 50.0), (512, 170.0)))
+    sizes = [gpu.best_drafts(0.9, 16, seats) for seats in (1, 4, 16, 64, 256)]
+    assert sizes[0] == 16
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= 2
+
+
+def test_who_was_not_served_comes_first_in_the_next_pass():
+    scheduler = Scheduler(Watched(slots=5), None, FLAT)
+    scheduler._seats = seats = list("abcde")
+    scheduler._rotate("c")
+    assert scheduler._seats == list("deabc")
+    scheduler._rotate(None)
+    assert scheduler._seats == list("eabcd")
+    scheduler._rotate("gone")
+    assert scheduler._seats == list("abcde") == seats
+
+
 def test_in_between_by_acceptance():
     times = PassTimes(((1, 20.0), (32, 82.0)))  # 18 ms, and 2 ms a token
     sizes = [times.best_drafts(a, 32) for a in (0.3, 0.6, 0.8, 0.9, 0.98)]

@@ -4,7 +4,8 @@ On a large GPU a pass over 32 tokens takes hardly longer than one over a single 
 takes ten times as long. So the cloud measures at start and sizes its passes by it: with α the
 recent acceptance and c(n) the time of a pass over n tokens, it judges the number of drafts that
 maximises expected tokens per second, (1 + α + … + αⁿ) / c(n + 1)   (ours). That may be none: the
-target then decodes plainly, and the first draft is compared with what comes out, at no cost.
+target then decodes plainly, and the first draft is compared with what comes out, at no cost. Where
+s requests share a pass it is c(s·(n + 1)): what is judged in vain is then taken from the others.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ class PassTimes:
         slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
         return float(times[-1] + max(0.0, slope) * (tokens - sizes[-1]))
 
-    def best_drafts(self, acceptance: float, waiting: int) -> int:
-        """How many of `waiting` drafts to judge in the next pass; 0 if plain decoding is faster."""
-        best, best_rate, expected = 0, 1 / self.ms(1), 1.0
+    def best_drafts(self, acceptance: float, waiting: int, seats: int = 1) -> int:
+        """How many of `waiting` drafts to judge in the next pass, which `seats` requests share by
+        equal parts; 0 if plain decoding is faster."""
+        best, best_rate, expected = 0, 1 / self.ms(seats), 1.0
         for n in range(1, waiting + 1):
             expected += acceptance**n
-            rate = expected / self.ms(n + 1)
+            rate = expected / self.ms(seats * (n + 1))
             if rate > best_rate:
                 best, best_rate = n, rate
         return best

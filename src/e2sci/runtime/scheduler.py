@@ -161,7 +161,7 @@ class Scheduler:
     def _gather(self) -> list[tuple[Seat, Pass]]:
         """What every seat has to feed, under the pass's token budget."""
         left = self._budget()
-        batch = []
+        batch: list[tuple[Seat, Pass]] = []
         for seat in list(self._seats):
             fill = self._may_fill(seat)
             if fill:
@@ -172,8 +172,13 @@ class Scheduler:
             if todo is not None:
                 batch.append((seat, todo))
                 left -= len(todo.tokens)
-        self._seats = self._seats[1:] + self._seats[:1]
+        self._rotate(batch[-1][0] if batch and left <= 0 else None)
         return batch
+
+    def _rotate(self, last: Seat | None) -> None:
+        """The next round begins behind the last seat served; by one seat if all were."""
+        n = self._seats.index(last) + 1 if last in self._seats else 1
+        self._seats = self._seats[n:] + self._seats[:n]
 
     def _budget(self) -> int:
         if len(self._seats) <= 1:
@@ -187,7 +192,8 @@ class Scheduler:
         missing, waiting = len(session.tokens) - session.cached, len(session.queue)
         if not seat.lookahead:  # the edge waits for the whole window; a second pass costs more
             return missing + max(1, waiting)
-        return max(1, missing + self._times.best_drafts(seat.acceptance, waiting))
+        drafts = self._times.best_drafts(seat.acceptance, waiting, len(self._seats))
+        return max(1, missing + drafts)
 
     def _may_fill(self, seat: Seat) -> bool:
         if not seat.fills or seat.session.queue or seat.session.finished:
