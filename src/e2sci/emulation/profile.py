@@ -35,7 +35,7 @@ import numpy as np
 from e2sci.emulation.device import DeviceProfile
 from e2sci.emulation.link import LINKS, LinkProfile
 from e2sci.engines.base import Engine
-from e2sci.runtime.passes import PassTimes, measure_passes
+from e2sci.runtime.passes import SIZES, PassTimes, measure_passes
 
 FREE = 32
 """Tokens a call takes at no extra time, where a profile says nothing else (the design's)."""
@@ -80,6 +80,7 @@ class Profile:
         return "\n".join(lines) + "\n"
 
 
+_SIZES = (*SIZES, 256)  # prompts are read in large passes, which cost less a token
 _DEVICES = ("draft", "target", "colocated")
 
 
@@ -144,7 +145,7 @@ def measured(name: str, draft: Engine, target: Engine, link: LinkProfile) -> Pro
 
     Passes are timed one engine at a time, each on the cores it has; watts are left out.
     """
-    edge, cloud = (_from_points(measure_passes(engine).points) for engine in (draft, target))
+    edge, cloud = (_from_points(measure_passes(e, _SIZES).points) for e in (draft, target))
     return Profile(name, edge, cloud, link, edge)
 
 
