@@ -77,8 +77,8 @@ def bench_section(name: str, results: Results) -> Iterator[str]:
     header, methods = results.header, results.methods()
     profile = from_dict(header.profile)
     yield f"\n## {header.task}, profile `{profile.name}`\n"
-    done, rows = len(results.records("cloud")), header.last - header.first + 1
-    some = "" if done == rows else f" ({done} of {rows} so far)"
+    done, asked = len(results.records("cloud")), header.last - header.first + 1
+    some = "" if done == asked else f" ({done} of {asked} so far)"
     yield f"Rows {header.first} to {header.last}{some}, at most {header.max_tokens} tokens, greedy;"
     yield f"`{header.target}` verifies `{header.draft}`.\n"
     yield f"```\n{header.command}\n```\n"

@@ -48,8 +48,9 @@ class PassTimes:
 
 
 def measure_passes(engine: Engine, sizes: Sequence[int] = SIZES) -> PassTimes:
-    """Time passes of each of `sizes` (ascending) on an empty cache: the better of two, which is the machine's own
-    time and not its neighbours'. A first pass goes untimed: it reads the weights from disk."""
+    """Time passes of each of `sizes` (ascending) on an empty cache: the better of two, which is the
+    machine's own time and not its neighbours'. A first pass goes untimed: it reads the weights from
+    disk."""
     points = []
     token = min(100, engine.info.real_vocab - 1)
     engine.forward([Step(0, [token])])
