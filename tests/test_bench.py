@@ -147,6 +147,16 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert files(tmp_path / "out") == before
 
 
+def test_the_command_is_kept_without_the_paths_of_this_machine(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["bench", "--task", f"jsonl:{prompts}", "--rows", "0:1", "--out", str(tmp_path / "o")]
+    monkeypatch.setattr("sys.argv", ["e2sci", *asked])
+    run(prompts, tmp_path / "o", methods="cloud")
+    said = Results.load(tmp_path / "o").header.command
+    assert said == "e2sci bench --task jsonl:prompts.jsonl --rows 0:1 --out o"
+
+
 def test_results_of_another_version_and_calibrations_of_another_pair(
     prompts: Path, tmp_path: Path
 ) -> None:

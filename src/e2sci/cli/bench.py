@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from e2sci.cli.common import BadInput, friendly, load
 from e2sci.cli.measuring import (
     bar,
+    command_line,
     identities,
     jobs_option,
     max_tokens_option,
@@ -135,7 +134,7 @@ def bench(
             target=ids[1],
             max_tokens=max_tokens,
             clock="virtual",
-            command=shlex.join(["e2sci", *sys.argv[1:]]),
+            command=command_line(),
             setting=setting.described(),
         )
         order = _Order(Plan(which, chosen, setting, names, max_tokens), header, problems, jobs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import click
@@ -14,6 +12,7 @@ from rich.table import Table
 from e2sci.cli.common import friendly
 from e2sci.cli.measuring import (
     bar,
+    command_line,
     identities,
     jobs_option,
     max_tokens_option,
@@ -105,7 +104,7 @@ def calibrate(
             delta=delta / 100,
             max_tokens=max_tokens,
             jobs=jobs,
-            command=shlex.join(["e2sci", *sys.argv[1:]]),
+            command=command_line(),
         )
         found = calibrating.calibrate(order, bar)
         found.save(out)

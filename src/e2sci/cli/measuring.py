@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -59,6 +61,13 @@ def models(pair: str) -> tuple[str, str]:
     if len(names) > 2 or not all(names):
         raise BadInput(f"--pair {pair!r}: expected DRAFT,TARGET or the name of a pair")
     return names[0], names[-1]
+
+
+def command_line() -> str:
+    """The command under way, to be kept with its results: of whole paths only the names, since
+    results may be published."""
+    parts = (re.sub(r"(^|[:=])/\S*/", r"\1", arg) for arg in sys.argv[1:])
+    return shlex.join(["e2sci", *parts])
 
 
 def identities(draft: str, target: str) -> tuple[str, str]:
