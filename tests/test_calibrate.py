@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from e2sci.cli import calibrate as cli
+from e2sci.cli import main
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.distribution import TopK, decode, encode
 from e2sci.decoding.divergence import divergence
@@ -574,7 +575,7 @@ def run(tmp_path, *options: str):
     file.write_text('{"question": "one and one?", "answer": "#### 2"}\n' * 3)
     arguments = ["--task", f"gsm8k:{file}", "--rows", "0:3", "--profile", "paper"]
     arguments += ["--out", str(tmp_path / "c.json"), "--pair", f"{DRAFT},{TARGET}"]
-    return CliRunner().invoke(cli.calibrate, [*arguments, *options])
+    return CliRunner().invoke(main, ["calibrate", *arguments, *options])
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2sci.cli.fleet import fleet as command
+from e2sci.cli import main
 from e2sci.emulation.device import DeviceProfile
 from e2sci.emulation.profile import PROFILES
 from e2sci.evaluation.crowd import EngineRun, Load, Sample, Use, engine_run
@@ -255,7 +255,7 @@ def file(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+    return CliRunner().invoke(main, ["fleet", *map(str, arguments)])
 
 
 def test_the_table_and_the_json_tell_the_same(file):

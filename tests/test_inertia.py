@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2sci.cli.inertia import inertia
+from e2sci.cli import main
 from e2sci.decoding.credit import Credit, CreditParams, CreditState
 from e2sci.evaluation import inertia as analysis
 from e2sci.evaluation.inertia import LAGS, Inertia, analyse
@@ -282,7 +282,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_json(recorded):
-    out = CliRunner().invoke(inertia, [str(recorded), "--permutations", "50", "--json"])
+    out = CliRunner().invoke(main, ["inertia", str(recorded), "--permutations", "50", "--json"])
     assert out.exit_code == 0, out.output
     (one,) = json.loads(out.output)
     assert (one["name"], one["requests"], one["window"]) == ("sums", 12, 5)
@@ -293,7 +293,7 @@ def test_json(recorded):
 
 
 def test_text_says_what_was_found(recorded):
-    out = CliRunner().invoke(inertia, [str(recorded), "--permutations", "50"])
+    out = CliRunner().invoke(main, ["inertia", str(recorded), "--permutations", "50"])
     assert out.exit_code == 0, out.output
     assert "→ inertia: windows in a row correlate by" in out.output
     assert "12 requests (0 too short)" in out.output
@@ -304,13 +304,13 @@ def test_acceptance_that_never_varies_has_no_correlation(tmp_path):
     trace_of([np.ones(30, bool)] * 4).save(path)
     picture = tmp_path / "all.png"
     command = [str(path), "--permutations", "20"]
-    out = CliRunner().invoke(inertia, [*command, "--json", "--plot", str(picture)])
+    out = CliRunner().invoke(main, ["inertia", *command, "--json", "--plot", str(picture)])
     assert out.exit_code == 0, out.output
     (one,) = json.loads(out.output)
     assert one["lags"][0]["observed"] is None
     assert one["between"]["icc"] is None
     assert one["r2"]["credit"] is None
-    assert CliRunner().invoke(inertia, command).exit_code == 0
+    assert CliRunner().invoke(main, ["inertia", *command]).exit_code == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -333,7 +333,7 @@ def test_figures_are_the_same_again(tmp_path):
     ],
 )
 def test_mistakes_are_one_line(recorded, extra, words):
-    out = CliRunner().invoke(inertia, [str(recorded), "--permutations", "20", *extra])
+    out = CliRunner().invoke(main, ["inertia", str(recorded), "--permutations", "20", *extra])
     assert out.exit_code == 2
     assert words in out.output
     assert out.output.count("\n") == 1
@@ -341,6 +341,6 @@ def test_mistakes_are_one_line(recorded, extra, words):
 
 def test_without_the_extra_it_says_so(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.model_selection", None)
-    out = CliRunner().invoke(inertia, [str(recorded), "--permutations", "20"])
+    out = CliRunner().invoke(main, ["inertia", str(recorded), "--permutations", "20"])
     assert out.exit_code == 2
     assert 'pip install "e2sci[bench]"' in out.output

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from e2sci.cli.plan import plan as command
+from e2sci.cli import main
 from e2sci.decoding import yardsticks
 from e2sci.emulation.device import DeviceProfile
 from e2sci.emulation.link import LinkProfile
@@ -174,7 +174,7 @@ def test_values_out_of_range(given_, words):
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(command, list(arguments))
+    return CliRunner().invoke(main, ["plan", *arguments])
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from e2sci.cli import main
 from e2sci.cli.common import BadInput
 from e2sci.cli.measuring import models, rows_of
-from e2sci.cli.trace import trace
 from e2sci.decoding.distribution import decode
 from e2sci.emulation.profile import profile
 from e2sci.engines.memory import Remembering
@@ -170,7 +170,7 @@ def asked(tmp_path, monkeypatch):
     def run(*options: str, rows: str = "0:3", task: str = f"jsonl:{file}"):
         arguments = ["--task", task, "--rows", rows, "--out", str(tmp_path / "out.jsonl")]
         arguments += ["--pair", f"{DRAFT},{TARGET}", "--max-tokens", "12"]
-        return CliRunner().invoke(trace, [*arguments, *options])
+        return CliRunner().invoke(main, ["trace", *arguments, *options])
 
     return run
 
