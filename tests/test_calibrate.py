@@ -21,12 +21,13 @@ from e2sci.cli import main
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.distribution import TopK, decode, encode
 from e2sci.decoding.divergence import divergence
+from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.emulation.profile import profile
 from e2sci.evaluation import calibrate as calibrating
 from e2sci.evaluation import calibration as files
 from e2sci.evaluation import follow, sweep, training
 from e2sci.evaluation.calibrate import Asked, Order, calibrate
-from e2sci.evaluation.calibration import Calibration, Check, Measured, read_predictor, shipped
+from e2sci.evaluation.calibration import Calibration, Check, Measured, shipped
 from e2sci.evaluation.methods import elastic_credit
 from e2sci.evaluation.pair import PairSpec
 from e2sci.evaluation.recorder import Recorder, Recording
@@ -298,7 +299,7 @@ def weights() -> bytes:
 
 
 def test_the_exported_network_is_the_trained_one():
-    network = read_predictor(weights())
+    network = NetworkPredictor.parse(weights())
     for state in some_labels().states[:50]:
         omega, width, accuracy = fitted().predict(state[None])[0]
         found = network(*state)
@@ -308,7 +309,7 @@ def test_the_exported_network_is_the_trained_one():
 
 
 def test_the_network_learns_its_labels_the_same_every_time():
-    network = read_predictor(weights())
+    network = NetworkPredictor.parse(weights())
     good, poor = network(0.95, 0.0), network(0.6, 0.0)
     assert (good.window, poor.window) == (16, 3)
     assert (good.omega, poor.omega) == pytest.approx((2.0, 0.5), rel=0.1)

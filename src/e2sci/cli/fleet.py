@@ -12,7 +12,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from e2sci.cli.common import BadInput, friendly, stderr
-from e2sci.emulation.profile import PROFILES, profile
+from e2sci.cli.measuring import jobs_option, profile_option
+from e2sci.emulation.profile import profile
 from e2sci.evaluation.crowd import Load
 from e2sci.evaluation.fleet import Capacity, Figures, plot_capacity
 from e2sci.evaluation.fleet import capacity as find_capacity
@@ -28,14 +29,7 @@ FEW = 100  # requests
 
 @click.command()
 @click.option("--trace", "path", type=Path, required=True, help="What the models say.")
-@click.option(
-    "--profile",
-    "spec",
-    default="paper",
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"Devices and link: {', '.join(PROFILES)}, or a .toml file.",
-)
+@profile_option
 @click.option("--edges", type=click.IntRange(1, 1 << 16), help="Users in all.  [default: 100]")
 @click.option("--engines", type=click.IntRange(1, 1 << 12), help="Cloud engines.  [default: 1]")
 @click.option(
@@ -69,9 +63,7 @@ FEW = 100  # requests
     help="With --capacity: tokens/s that 95 % of requests get at least.  [default: 10]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of who asks what, and when.")
-@click.option(
-    "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes."
-)
+@jobs_option
 @click.option(
     "--plot",
     "picture",
@@ -81,7 +73,7 @@ FEW = 100  # requests
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def fleet(
     path: Path,
-    spec: str,
+    profile_spec: str,
     edges: int | None,
     engines: int | None,
     names: tuple[str, ...],
@@ -113,7 +105,7 @@ def fleet(
     with friendly():
         if picture:
             check_picture(picture)
-        load = Load(Trace.load(path), profile(spec), seconds, think or 0.0, seed)
+        load = Load(Trace.load(path), profile(profile_spec), seconds, think or 0.0, seed)
         methods = expanded(names or METHODS)
         found: list[Capacity] | list[Figures]
         if searching:

@@ -70,15 +70,19 @@ class NetworkPredictor:
         """Read an .npz file. Raises ValueError if it is no predictor, OSError if unreadable."""
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path} is over {_MAX_BYTES} bytes: not a predictor")
-        data = io.BytesIO(path.read_bytes())
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, where: str = "the predictor") -> NetworkPredictor:
+        """As `load`, from bytes that came from `where`."""
         try:
-            with np.load(data, allow_pickle=False) as arrays:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 if sum(entry.file_size for entry in arrays.zip.infolist()) > _MAX_BYTES:
                     raise ValueError("too large once unpacked")
                 weights = [(arrays[f"w{i}"], arrays[f"b{i}"]) for i in range(LAYERS)]
         except Exception as error:  # a damaged archive makes the readers raise almost anything
             raise ValueError(
-                f"{path} is not a predictor: expected arrays w0, b0 … w4, b4"
+                f"{where} is not a predictor: expected arrays w0, b0 … w4, b4"
             ) from error
         return cls(weights)
 

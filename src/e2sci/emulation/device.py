@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from e2sci.decoding.distribution import Distribution
-from e2sci.engines.base import Engine, ModelInfo, Step, Tokenizer
+from e2sci.engines.base import Engine, Step, Wrapper
 
 T = TypeVar("T")
 
@@ -51,37 +51,16 @@ class DeviceProfile:
         return within + float(self.per_token * max(0, tokens - sizes[-1]))
 
 
-class Metered:
+class Metered(Wrapper):
     """An engine that counts the tokens it is fed."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.fed = 0
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    @property
-    def slots(self) -> int:
-        return self._engine.slots
 
     def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
         self.fed += sum(len(step.tokens) for step in steps)
-        return self._engine.forward(steps)
-
-    def length(self, sequence: int) -> int:
-        return self._engine.length(sequence)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        self._engine.truncate(sequence, length)
-
-    def close(self) -> None:
-        self._engine.close()
+        return super().forward(steps)
 
 
 class Device:

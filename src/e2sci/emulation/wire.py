@@ -10,60 +10,40 @@ import asyncio
 from collections import deque
 
 from e2sci.emulation.link import LinkProfile, Outages, Pipe
-from e2sci.runtime.transport import ChannelClosed, framed
+from e2sci.runtime.transport import MemoryChannel
 
 _PING = 10  # bytes of a ping frame
+_Queue = asyncio.Queue[bytes | None]
 
 
-class LinkEnd:
-    """One end. `masked`: whether its frames carry a client's mask; `sent`: their bytes so far."""
+class LinkEnd(MemoryChannel):
+    """One end. `out`, `back`: the pipes of its frames and of the other's; `sent`: bytes of each
+    frame so far."""
 
-    def __init__(self, out: Pipe, *, masked: bool) -> None:
-        self._out = out
-        self._masked = masked
-        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._closed = False
+    def __init__(self, inbox: _Queue, outbox: _Queue, out: Pipe, back: Pipe, *, masked: bool):
+        super().__init__(inbox, outbox, masked=masked)
         self.sent: list[int] = []
+        self._out, self._back = out, back
         self._flying: deque[bytes | None] = deque()
-        self.other: LinkEnd
-
-    async def send(self, frame: bytes) -> int:
-        if self._closed:
-            raise ChannelClosed("closed")
-        size = framed(len(frame), masked=self._masked)
-        self.sent.append(size)
-        self._deliver(frame, size)
-        return size
-
-    async def receive(self) -> bytes | str:
-        frame = None if self._closed else await self._inbox.get()
-        if frame is None:
-            self._closed = True
-            raise ChannelClosed("closed by the other end")
-        return frame
 
     async def ping(self) -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
         there = self._out.send(_PING, began)
-        back = self.other._out.send(_PING, there)
+        back = self._back.send(_PING, there)
         await asyncio.sleep(back - began)
         return loop.time() - began
-
-    async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._inbox.put_nowait(None)
-            self._deliver(None, framed(2, masked=self._masked))
 
     def _deliver(self, frame: bytes | None, size: int) -> None:
         # Frames may arrive at the same time, and an event loop keeps no order among equals.
         loop = asyncio.get_running_loop()
+        if frame is not None:
+            self.sent.append(size)
         self._flying.append(frame)
         loop.call_at(self._out.send(size, loop.time()), self._land)
 
     def _land(self) -> None:
-        self.other._inbox.put_nowait(self._flying.popleft())
+        self._outbox.put_nowait(self._flying.popleft())
 
 
 def link_pair(profile: LinkProfile) -> tuple[LinkEnd, LinkEnd]:
@@ -74,7 +54,10 @@ def link_pair(profile: LinkProfile) -> tuple[LinkEnd, LinkEnd]:
     if profile.outages and profile.outage_mode == "cut":
         raise ValueError('outages of mode "cut" are emulated by `e2sci link`; use "stall" here')
     outages = Outages(profile.outages)
-    edge = LinkEnd(Pipe(profile, "up", outages), masked=True)
-    cloud = LinkEnd(Pipe(profile, "down", outages), masked=False)
-    edge.other, cloud.other = cloud, edge
-    return edge, cloud
+    up, down = Pipe(profile, "up", outages), Pipe(profile, "down", outages)
+    edge: _Queue = asyncio.Queue()
+    cloud: _Queue = asyncio.Queue()
+    return (
+        LinkEnd(edge, cloud, up, down, masked=True),
+        LinkEnd(cloud, edge, down, up, masked=False),
+    )

@@ -112,6 +112,37 @@ class Engine(Protocol):
         ...
 
 
+class Wrapper:
+    """An engine that hands everything to another: what engines around an engine build on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def slots(self) -> int:
+        return self._engine.slots
+
+    def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
+        return self._engine.forward(steps)
+
+    def length(self, sequence: int) -> int:
+        return self._engine.length(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._engine.truncate(sequence, length)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
 @dataclass
 class Fingerprint:
     """SHA-256 over the vocabulary's first n entries, for any n: tells which tails are tolerable."""

@@ -36,7 +36,7 @@ import numpy as np
 from filelock import FileLock
 
 from e2sci.decoding.distribution import Dense, Distribution, Floats, Ids, TopK, top_ids
-from e2sci.engines.base import ContextFull, Engine, ModelInfo, Step, Tokenizer
+from e2sci.engines.base import ContextFull, Engine, Step, Wrapper
 
 KEPT = 14.0
 LEAST = 24
@@ -46,13 +46,11 @@ _HEAD = struct.Struct("<16sHd")
 _MAX_FILE = 1 << 30
 
 
-class Remembering:
+class Remembering(Wrapper):
     """`engine`, with a memory in `directory` (which must belong to this model alone)."""
 
-    slots = 1
-
     def __init__(self, engine: Engine, directory: Path) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._directory = directory
         self._store: _Store | None = None
         self._prompt: list[int] = []
@@ -62,12 +60,8 @@ class Remembering:
         self.computed = 0
 
     @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+    def slots(self) -> int:
+        return 1
 
     @contextmanager
     def request(self, prompt: Sequence[int]) -> Iterator[None]:
@@ -107,9 +101,6 @@ class Remembering:
             raise ValueError(f"can't cut a cache of {len(self._tokens)} tokens to {length}")
         del self._tokens[length:]
         del self._keys[max(1, length - len(self._prompt) + 1) :]
-
-    def close(self) -> None:
-        self._engine.close()
 
     def _at(self, n: int) -> Distribution:
         """The distribution behind the first n tokens, or a promise of it."""

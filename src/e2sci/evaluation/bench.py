@@ -7,11 +7,9 @@ has a clock of its own, so neither their number nor an interruption changes a si
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +19,7 @@ from e2sci.evaluation.methods import Setting, method
 from e2sci.evaluation.pair import Pair, PairSpec
 from e2sci.evaluation.records import Record, Results, digest
 from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
+from e2sci.evaluation.workers import spread
 from e2sci.evaluation.world import Outcome, write
 from e2sci.runtime.text import prompt_ids
 from e2sci.session.edge import Origin
@@ -62,60 +61,16 @@ def bench(
     `jobs`: worker processes, 0 to run in this one. Closing the generator stops after the requests
     under way. Raises what a worker raises.
     """
-    work = [(problem, _missing(results, problem, plan.methods)) for problem in problems]
-    work = [(problem, names) for problem, names in work if names]
+    done = {name: results.done(name) for name in plan.methods}
+    each = [(p, [name for name in plan.methods if p.row not in done[name]]) for p in problems]
+    work = [(problem, names) for problem, names in each if names]
     if not work:
         return
-    batches = _inline(plan, work) if jobs == 0 else _spread(plan, work, jobs)
-    for answers in batches:
+    make = partial(Bencher, plan)
+    for answers in spread(make, Bencher.answer, work, jobs=jobs, in_order=False):
         for answer in answers:
             results.append(answer.method, answer.record, answer.text, answer.token_ids)
             yield answer
-
-
-def _missing(results: Results, problem: Problem, methods: Sequence[str]) -> list[str]:
-    return [name for name in methods if problem.row not in results.done(name)]
-
-
-def _inline(plan: Plan, work: list[tuple[Problem, list[str]]]) -> Iterator[list[Answer]]:
-    bencher = Bencher(plan)
-    try:
-        for problem, names in work:
-            yield bencher.answer(problem, names)
-    finally:
-        bencher.pair.close()
-
-
-def _spread(plan: Plan, work: list[tuple[Problem, list[str]]], jobs: int) -> Iterator[list[Answer]]:
-    # Spawned, not forked: llama.cpp's threads don't survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(plan,)) as pool:
-        running: set[Future[list[Answer]]] = set()
-        try:
-            for problem, names in work:
-                running.add(pool.submit(_answer, problem, names))
-                if len(running) > jobs:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            while running:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-_bencher: Bencher
-
-
-def _start(plan: Plan) -> None:
-    global _bencher
-    _bencher = Bencher(plan)
-
-
-def _answer(problem: Problem, names: list[str]) -> list[Answer]:
-    with suppress(KeyboardInterrupt):  # the parent stops us in its own way
-        return _bencher.answer(problem, names)
-    return []
 
 
 class Bencher:
@@ -126,8 +81,12 @@ class Bencher:
         self.pair = Pair(plan.pair)
         self._verdicts: dict[str, bool | None] = {}
 
-    def answer(self, problem: Problem, names: Sequence[str]) -> list[Answer]:
-        """The problem by each of the methods."""
+    def close(self) -> None:
+        self.pair.close()
+
+    def answer(self, work: tuple[Problem, Sequence[str]]) -> list[Answer]:
+        """A problem by each of the methods named with it."""
+        problem, names = work
         self._verdicts.clear()
         with self.pair.request(problem.prompt):
             return [self._by(problem, name) for name in names]

@@ -28,10 +28,11 @@ import msgspec
 import numpy as np
 
 from e2sci.decoding.distribution import Floats
+from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.emulation.profile import Profile
 from e2sci.evaluation import sweep
 from e2sci.evaluation.bench import Plan, bench, todo
-from e2sci.evaluation.calibration import Calibration, Check, Measured, measure, read_predictor
+from e2sci.evaluation.calibration import Calibration, Check, Measured, measure
 from e2sci.evaluation.figures import safe, speedup
 from e2sci.evaluation.follow import centre, follow, kept_share, used
 from e2sci.evaluation.methods import Setting, elastic_credit
@@ -134,7 +135,7 @@ def calibrate(order: Order, track: Track) -> Calibration:
     predictor, check = None, Check(passed=False, verdict=_nothing(thresholds))
     if made:
         predictor, check = checked(order, records, tau, t, exported(fit(made)), track)
-    network = read_predictor(predictor) if predictor else None
+    network = NetworkPredictor.parse(predictor) if predictor else None
     matched, recorded = used(traces, elastic_credit(t, tau), network)
     return Calibration(
         draft=order.draft,
@@ -305,7 +306,7 @@ def checked(
         order.profile,
         tau=tau,
         thresholds={"elastic": t},
-        predictor=read_predictor(made),
+        predictor=NetworkPredictor.parse(made),
         matched=lowest,
     )
     print_ = hashlib.sha256(made + f"{tau} {t}".encode()).hexdigest()[:12]

@@ -8,10 +8,9 @@ date, so that making it again gives the same bytes. Some are shipped, see `shipp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Self
 
 import msgspec
@@ -19,7 +18,7 @@ import msgspec
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.emulation.profile import Profile
-from e2sci.evaluation.figures import speedup, summary
+from e2sci.evaluation.figures import keeps, speedup, summary
 from e2sci.evaluation.methods import Setting, elastic_credit
 from e2sci.evaluation.records import Record
 
@@ -70,15 +69,8 @@ def measure(
         speedup=speedup(own, cloud)[0],
         acceptance=figures["acceptance"],
         mean_tokens=figures["mean_tokens"] or 0.0,
-        keeps=_keeps(figures, delta),
+        keeps=keeps(figures, margin=delta),
     )
-
-
-def _keeps(figures: Mapping[str, float | None], delta: float) -> bool:
-    difference, low, high = (figures[f"accuracy_diff{end}"] for end in ("", "_low", "_high"))
-    if difference is None or low is None or high is None:
-        return False
-    return difference >= -delta or low <= 0 <= high
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +179,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     def network(self) -> NetworkPredictor | None:
         """The predictor. Raises ValueError on a damaged one."""
-        return None if self.predictor is None else read_predictor(self.predictor)
+        return None if self.predictor is None else NetworkPredictor.parse(self.predictor)
 
     def setting(self, profile: Profile) -> Setting:
         """What the methods are to be run with."""
@@ -203,14 +195,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Version(msgspec.Struct):
     version: int
-
-
-def read_predictor(data: bytes) -> NetworkPredictor:
-    """The network in an .npz. Raises ValueError."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "predictor.npz"
-        path.write_bytes(data)
-        return NetworkPredictor.load(path)
 
 
 def shipped(draft: str, target: str | None = None) -> Calibration | None:

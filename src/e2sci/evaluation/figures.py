@@ -162,9 +162,17 @@ def frontier(points: Sequence[Point], reference: Records) -> list[dict[str, Any]
         row |= {"speedup": ratio, "speedup_low": low, "speedup_high": high}
         difference = accuracy_difference(calib, reference)
         row |= {f"calib_{key}": value for key, value in difference.items()}
-        row["keeps"] = _keeps(row, "") and _keeps(row, "calib_")
+        row["keeps"] = keeps(row) and keeps(row, "calib_")
         rows.append(row)
     return rows
+
+
+def keeps(row: Mapping[str, Any], rows: str = "", margin: float = MARGIN) -> bool:
+    """Whether accuracy is kept, by the figures of `accuracy_difference` under the prefix `rows`:
+    the difference is at least -margin, or its interval holds zero. False where nothing is scored.
+    """
+    difference, low, high = (row[f"{rows}accuracy_diff{end}"] for end in ("", "_low", "_high"))
+    return difference is not None and bool(difference >= -margin or low <= 0 <= high)
 
 
 def safe(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -205,11 +213,6 @@ def bench_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise RuntimeError(f'{error.name} is missing; pip install "e2sci[bench]"') from None
-
-
-def _keeps(row: Mapping[str, Any], rows: str) -> bool:
-    difference, low, high = (row[f"{rows}accuracy_diff{end}"] for end in ("", "_low", "_high"))
-    return difference is not None and bool(difference >= -MARGIN or low <= 0 <= high)
 
 
 def _ratio(part: float, whole: float) -> float | None:

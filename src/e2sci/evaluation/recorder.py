@@ -12,11 +12,9 @@ problems, and rows already there are left alone.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from e2sci.engines.base import Engine, Step, fingerprint, text_of
 from e2sci.evaluation.pair import Pair, PairSpec
 from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
 from e2sci.evaluation.traces import RequestTrace, TraceWriter
+from e2sci.evaluation.workers import spread
 from e2sci.runtime.cloud import different_vocabularies
 from e2sci.runtime.text import prompt_ids
 
@@ -57,42 +56,10 @@ def record(
     missing = [problem for problem in problems if problem.row not in writer.rows]
     if not missing:
         return
-    for request in (_inline if jobs == 0 else _spread)(recording, missing, jobs):
+    make = partial(Recorder, recording)
+    for request in spread(make, Recorder.record, missing, jobs=jobs, in_order=True):
         writer.append(request)
         yield request
-
-
-def _inline(
-    recording: Recording, problems: Sequence[Problem], _jobs: int
-) -> Iterator[RequestTrace]:
-    recorder = Recorder(recording)
-    try:
-        yield from map(recorder.record, problems)
-    finally:
-        recorder.pair.close()
-
-
-def _spread(recording: Recording, problems: Sequence[Problem], jobs: int) -> Iterator[RequestTrace]:
-    context = multiprocessing.get_context("spawn")  # llama.cpp's threads don't survive a fork
-    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(recording,)) as pool:
-        try:
-            yield from filter(None, pool.map(_record, problems))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-_recorder: Recorder
-
-
-def _start(recording: Recording) -> None:
-    global _recorder
-    _recorder = Recorder(recording)
-
-
-def _record(problem: Problem) -> RequestTrace | None:
-    with suppress(KeyboardInterrupt):  # the parent stops us in its own way
-        return _recorder.record(problem)
-    return None
 
 
 class Recorder:
@@ -102,6 +69,9 @@ class Recorder:
         self.recording = recording
         self.pair = Pair(recording.pair)
         self._vocab = shared_vocab(self.pair)
+
+    def close(self) -> None:
+        self.pair.close()
 
     def record(self, problem: Problem) -> RequestTrace:
         """The trace of one request. Raises ValueError when its prompt fills the context."""

@@ -41,11 +41,12 @@ def bench(
     """Run what is missing in `results`, one request at a time. Raises ValueError for a method that
     only the virtual clock has, RuntimeError when the cloud doesn't start."""
     chosen = [_real(method(name, plan.setting)) for name in plan.methods]
+    done = {each.name: results.done(each.name) for each in chosen}
     todo = [
         (problem, each)
         for problem in problems
         for each in chosen
-        if problem.row not in results.done(each.name)
+        if problem.row not in done[each.name]
     ]
     if not todo:
         return

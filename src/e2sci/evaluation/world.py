@@ -54,9 +54,8 @@ async def _write(
     async with _served(cloud, link) as end, Edge(_always(end), edge_engine, worker=at_edge) as edge:
         if method.options.get("mode") != "draft":
             await edge.connect()
-        before = at_edge.busy_s, at_cloud.busy_s
         result = await edge.generate(prompt, max_tokens=most, **method.options)
-        busy = at_edge.busy_s - before[0], at_cloud.busy_s - before[1]
+    busy = at_edge.busy_s, at_cloud.busy_s
     if method.colocated:
         return _colocated(result, profile, busy, opening=end.sent[1])
     seconds = result.stats.seconds

@@ -103,20 +103,26 @@ async def connect(url: str) -> WebSocketChannel:
 
 
 class MemoryChannel:
-    """One end of an in-process channel."""
+    """One end of an in-process channel. `masked`: whether its frames carry a client's mask."""
 
     def __init__(
-        self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]
+        self,
+        inbox: asyncio.Queue[bytes | None],
+        outbox: asyncio.Queue[bytes | None],
+        *,
+        masked: bool = True,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
+        self._masked = masked
         self._closed = False
 
     async def send(self, frame: bytes) -> int:
         if self._closed:
             raise ChannelClosed("closed")
-        self._outbox.put_nowait(frame)
-        return framed(len(frame), masked=True)
+        size = framed(len(frame), masked=self._masked)
+        self._deliver(frame, size)
+        return size
 
     async def receive(self) -> bytes | str:
         frame = None if self._closed else await self._inbox.get()
@@ -132,8 +138,12 @@ class MemoryChannel:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._outbox.put_nowait(None)
+            self._deliver(None, framed(2, masked=self._masked))
             self._inbox.put_nowait(None)
+
+    def _deliver(self, frame: bytes | None, size: int) -> None:
+        """Hand a frame of `size` bytes on the wire to the other end; None: this end has closed."""
+        self._outbox.put_nowait(frame)
 
 
 def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
