@@ -62,15 +62,17 @@ def follow(
     )
 
 
+_STEP = 0.05
 CENTRE = 0.1
 """Nats: the T_base at which τ is taken."""
 
 
 def centre(traces: Sequence[Trace]) -> float:
     """τ: what credit is centred on, the pair's mean counterfactual acceptance at a middling T_base,
-    to two digits. (Mean agreement would lie below nearly every r̂, and T would only loosen.)"""
+    in steps of .05: a finer one moves T by less than its hysteresis. (Mean agreement would lie
+    below nearly every r̂, and T would only loosen.)"""
     every = [request.accepted(CENTRE) for trace in traces for request in trace.requests]
-    return round(float(np.concatenate(every).mean()), 2)
+    return round(round(float(np.concatenate(every).mean()) / _STEP) * _STEP, 2)
 
 
 def used(
