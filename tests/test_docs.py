@@ -84,6 +84,8 @@ def wire_type(annotation: object) -> str:
         return "str"
     if annotation is types.NoneType:
         return "nil"
+    if origin is typing.Annotated:
+        return wire_type(arguments[0])
     kind = origin or annotation
     assert isinstance(kind, type)
     if issubclass(kind, msgspec.Struct):

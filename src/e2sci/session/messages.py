@@ -14,7 +14,7 @@ with a longer prefix, on any replica.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,15 +37,22 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 class ProtocolError(Exception):
     """The peer said something it must not. `code` is one word for machines; `request` the request
-    it was about, 0 if that can't be told."""
+    it was about, 0 if that can't be told; `retry_after_s`: when asking again may help."""
 
     def __init__(
-        self, code: str, message: str, *, retryable: bool = False, request: int = 0
+        self,
+        code: str,
+        message: str,
+        *,
+        retryable: bool = False,
+        request: int = 0,
+        retry_after_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.request = request
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -83,7 +90,7 @@ class Open(Message, tag=3, frozen=True, kw_only=True):
 
     `drafting`: whether windows will come at all; `lookahead`: whether they come without waiting
     for verdicts; `fill`: the cloud decodes by itself while none is there; `trace`: say why, for
-    every position.
+    every position; `id`: what both ends call the request in their logs, the same after a resume.
     """
 
     request: int
@@ -99,6 +106,7 @@ class Open(Message, tag=3, frozen=True, kw_only=True):
     lookahead: bool = True
     fill: bool = True
     trace: bool = False
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,32}$")] = ""
 
 
 class Opened(Message, tag=4, frozen=True, kw_only=True):
@@ -181,12 +189,14 @@ class Cancel(Message, tag=8, frozen=True, kw_only=True):
 
 
 class Error(Message, tag=9, frozen=True, kw_only=True):
-    """Something is wrong with `request`, or with the connection (request = 0, which then ends)."""
+    """Something is wrong with `request`, or with the connection (request = 0, which then ends).
+    `retryable`: the same may work later or elsewhere, here not before `retry_after_s`."""
 
     request: int = 0
     code: str
     message: str
     retryable: bool = False
+    retry_after_s: float = 0.0
 
 
 AnyMessage = Hello | Welcome | Open | Opened | Window | Verdict | Finished | Cancel | Error
