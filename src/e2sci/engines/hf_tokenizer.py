@@ -2,8 +2,8 @@
 
     folder or owner/repo ── describe() ──► Description: tokenizer, template, EOS ids, sizes
 
-`describe` reads the small files beside a model's weights (`tokenizer.json`, `tokenizer_config.json`,
-`chat_template.jinja`, `config.json`, `generation_config.json`); only the first must be there.
+`describe` reads the small files beside a model's weights: `tokenizer.json`, which must be there,
+and `tokenizer_config.json`, `chat_template.jinja`, `config.json`, `generation_config.json`.
 `HfTokenizer` makes the library's tokenizer ours: bytes instead of text, and special tokens read
 only on request. Two kinds of vocabulary have exact bytes: byte-level BPE, where each character
 stands for a byte, and SentencePiece's, where "▁" is a space and <0x0A> a byte.
@@ -222,7 +222,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _is_byte_level(inner: Any) -> bool:
     """Whether characters stand for bytes. Raises EngineError if pieces have no exact bytes."""
-    found = set(re.findall(r"[A-Z]\w+", repr(inner.decoder)))
+    decoder = json.loads(inner.to_str())["decoder"] or {}
+    found = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     if "ByteLevel" in found:
         return True
     if not found & {"ByteFallback", "Metaspace"}:

@@ -56,10 +56,10 @@ class LlamaTokenizer:
         return found
 
     def name(self, token: int) -> bytes:
-        """The raw vocabulary text, behind a zero byte if the token is a control token."""
-        vocab = self._open(token)
-        text: bytes = self._lib.llama_vocab_get_text(vocab, token)
-        return b"\0" + text if self._lib.llama_vocab_is_control(vocab, token) else text
+        """The raw vocabulary text. What counts as a control token is left out: the library guesses
+        it from names, other engines don't."""
+        text: bytes = self._lib.llama_vocab_get_text(self._open(token), token)
+        return text
 
     def close(self) -> None:
         self._vocab = None
