@@ -10,7 +10,7 @@ import click
 from e2sci import __version__
 
 COMMANDS = (
-    *("cloud", "run", "demo", "models", "link", "doctor"),
+    *("cloud", "run", "demo", "models", "link", "doctor", "keys"),
     *("plan", "bench", "trace", "inertia", "calibrate", "fleet"),
 )
 
