@@ -34,7 +34,8 @@ class ModelInfo:
 
     `vocab_size`: ids with a logit; `real_vocab`: ids that stand for a token, without the padding
     behind them (≤ vocab_size); `context`: tokens a sequence can hold; `eos_ids`: ids that end a
-    text; `can_truncate`: whether a sequence's cache can be cut to any shorter length.
+    text; `can_truncate`: whether a sequence's cache can be cut to any shorter length; `top`: how
+    many of the best tokens a distribution of this engine names at least, None for all.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelInfo:
     bos: str = ""
     eos: str = ""
     can_truncate: bool = True
+    top: int | None = None
 
 
 @dataclass(frozen=True)
