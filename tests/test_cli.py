@@ -23,7 +23,7 @@ FIGURES = {
     "mode", "accept", "seconds", "ttft_s", "tokens_per_s", "decode_tokens_per_s", "drafted",
     "accepted", "acceptance_rate", "windows", "cloud_passes", "cloud_tokens", "uplink_bytes",
     "downlink_bytes", "wasted_drafts", "corrections", "filled", "credit", "threshold",
-    "reconnects",
+    "reconnects", "drafted_alone",
 }  # fmt: skip
 RECORD = {
     "position", "draft", "pick", "js", "tv", "p", "agreed", "accepted", "threshold", "credit",
@@ -60,7 +60,11 @@ def test_every_rule_in_every_mode(cloud, accept, mode):
 @pytest.mark.parametrize("mode", ["cloud", "draft", "sync", "pipelined"])
 def test_the_shape_of_json(cloud, mode):
     said = as_json(cloud, "hello", "--mode", mode, "--max-tokens", "20")
-    assert list(said) == ["text", "token_ids", "finish_reason", "usage", "stats"]
+    assert list(said) == [
+        "text", "token_ids", "finish_reason", "usage", "stats", "request_id", "notices",
+    ]  # fmt: skip
+    assert len(bytes.fromhex(said["request_id"])) == 16
+    assert said["notices"] == []
     assert set(said["usage"]) == {"prompt_tokens", "completion_tokens"}
     assert set(said["stats"]) == FIGURES
     assert said["finish_reason"] == "length"

@@ -217,7 +217,7 @@ async def test_another_model_of_the_same_vocabulary_does_not_either():
             await until(lambda: not cloud._thread.is_alive())
             engine.info = replace(engine.info, name="another")
             cloud.start()
-            with pytest.raises(CloudLost, match="now serves another, not synthetic") as caught:
+            with pytest.raises(CloudLost, match="it serves another, not synthetic") as caught:
                 await text
         assert caught.value.result.finish_reason == "lost"
         cloud.idle()

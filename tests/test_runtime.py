@@ -223,7 +223,7 @@ async def test_a_connection_lost_while_waiting_for_a_slot():
             await asyncio.sleep(0.02)
             await asyncio.to_thread(cloud.kill)
             cloud.start()
-            await until(lambda: edge._connection._channel is None)
+            await until(lambda: edge._known.connections[0]._channel is None)
             await local
             assert len((await asyncio.wait_for(waiting, 5)).token_ids) == 10
 

@@ -30,13 +30,13 @@ async def counted():
         link = Link("127.0.0.1", port, LinkProfile(1))
         async with link, Edge(link.url(), draft()) as edge:
             await edge.connect()
-            send = edge._connection.send
+            send = edge._known.connections[0].send
 
             def listen(message):
                 said.append(message)
                 return send(message)
 
-            edge._connection.send = listen
+            edge._known.connections[0].send = listen
             yield edge, link, said
 
 

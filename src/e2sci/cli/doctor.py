@@ -6,17 +6,20 @@ import asyncio
 import json
 import statistics
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import click
 from rich.console import Console
 
 from e2sci.cli.common import friendly, load, model_options
+from e2sci.cli.reach import dials, reach_options
 from e2sci.decoding import yardsticks
 from e2sci.decoding.schedule import best_schedule
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
+from e2sci.runtime.transport import Dial
 
 PROBE = "Count from one to twenty in words."
 
@@ -39,14 +42,15 @@ class Report:
 
 
 @click.command()
-@click.option(
-    "--cloud", default="ws://127.0.0.1:7071", show_default=True, help="The cloud's WebSocket URL."
-)
+@reach_options
 @click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @model_options(4096)
 def doctor(
-    cloud: str,
+    cloud: tuple[str, ...],
+    key_file: Path | None,
+    ca: Path | None,
+    allow_insecure: bool,
     draft: str,
     as_json: bool,
     context: int,
@@ -58,10 +62,11 @@ def doctor(
     Loads the draft, connects, compares vocabularies and templates, measures draft time, round trip
     and acceptance on a short text, and sets what can be reached beside the cloud alone.
     """
+    reached = dials(cloud, key_file, ca, allow_insecure)
     engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
     try:
         with friendly():
-            report = asyncio.run(_examine(cloud, engine))
+            report = asyncio.run(_examine(reached, engine))
     finally:
         engine.close()
     if as_json:
@@ -70,8 +75,8 @@ def doctor(
         _show(report)
 
 
-async def _examine(url: str, engine: Engine) -> Report:
-    async with Edge(url, engine) as edge:
+async def _examine(clouds: list[Dial], engine: Engine) -> Report:
+    async with Edge(clouds, engine) as edge:
         notices = await edge.connect()
         rtts = [await edge.ping() for _ in range(7)]
         endless = dict.fromkeys(engine.info.eos_ids, -100.0)

@@ -1,6 +1,9 @@
-"""How an answer is shown: text as it comes, coloured by where each token came from if asked."""
+"""How an answer is shown: text as it comes, coloured by where each token came from if asked, and
+notices beside it."""
 
 from __future__ import annotations
+
+import sys
 
 import click
 from rich.console import Console
@@ -27,6 +30,12 @@ LEGEND = {
 }
 
 
+def show_notice(notice: str, *, mid_line: bool = False) -> None:
+    """A line on standard error. `mid_line`: text stands before the cursor of this terminal."""
+    line = Text(f"note: {notice}", "yellow")
+    stderr.print(Text("\n" * mid_line) + line, soft_wrap=True)
+
+
 class Printer:
     """Pieces of text to standard output, coloured by origin if asked."""
 
@@ -35,6 +44,7 @@ class Printer:
         self._engine = engine
         self._coloured = coloured
         self._shown = 0
+        self._open_line = False
         self._split: list[Commit] = []  # tokens of a character that is not whole yet
         self._seen: set[Origin] = set()
 
@@ -48,6 +58,13 @@ class Printer:
         else:
             click.echo(piece.text, nl=False)
         self._shown += len(piece.text)
+        if piece.text:
+            self._open_line = not piece.text.endswith("\n")
+
+    @property
+    def mid_line(self) -> bool:
+        """Whether the terminal's cursor stands behind text."""
+        return self._open_line and sys.stdout.isatty() and sys.stderr.isatty()
 
     def rest(self, result: Result) -> None:
         """What was held back when the stream broke off."""

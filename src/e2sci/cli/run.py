@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -15,12 +16,14 @@ import click
 import msgspec
 
 from e2sci.cli.common import BadInput, friendly, load, model_options, stderr
-from e2sci.cli.printer import Printer
+from e2sci.cli.printer import Printer, show_notice
+from e2sci.cli.reach import dials, reach_options
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Options, Result
 from e2sci.runtime.request import CloudLost
+from e2sci.runtime.transport import Dial
 from e2sci.session.messages import Judged
 
 CLOUD_LOST = 3
@@ -37,9 +40,7 @@ def bias(value: str) -> tuple[int, float]:
 
 @click.command()
 @click.argument("prompt")
-@click.option(
-    "--cloud", default="ws://127.0.0.1:7071", show_default=True, help="The cloud's WebSocket URL."
-)
+@reach_options
 @click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
 @click.option(
     "--mode",
@@ -113,13 +114,23 @@ def bias(value: str) -> tuple[int, float]:
     type=click.FloatRange(0),
     default=15.0,
     show_default=True,
-    help="Seconds to keep trying for a cloud that is lost in mid-answer.",
+    help="Seconds to wait for a cloud that is lost in mid-answer, or has no place.",
+)
+@click.option(
+    "--on-cloud-loss",
+    type=click.Choice(["wait", "draft", "fail"]),
+    default="wait",
+    show_default=True,
+    help="With no cloud left: wait for one, let the draft go on alone meanwhile, or fail.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @model_options(4096)
 def run(
     prompt: str,
-    cloud: str,
+    cloud: tuple[str, ...],
+    key_file: Path | None,
+    ca: Path | None,
+    allow_insecure: bool,
     draft: str,
     calibration: Path | None,
     trace_file: Path | None,
@@ -138,6 +149,7 @@ def run(
     \b
     e2sci run "Write a haiku about rivers"
     e2sci run "Is 97 prime?" --accept elastic --measure regret --show-origin
+    e2sci run "…" --cloud wss://a.example,wss://b.example --on-cloud-loss draft
 
     Exit codes: 0 done; 2 bad input or no cloud; 3 the cloud was lost in mid-answer (what it said is
     printed); 130 interrupted.
@@ -149,6 +161,7 @@ def run(
     with friendly():
         settings["stop"] = tuple(settings["stop"])
         settings["logit_bias"] = dict(logit_bias)
+        settings["request_id"] = secrets.token_hex(16)
         options = options_from(Options(), {**settings, "trace": trace_file is not None})
         if not prompt.strip():
             raise ValueError("the prompt is empty; give some text")
@@ -157,39 +170,47 @@ def run(
             raise ValueError(
                 "--calibration goes with --accept elastic, without threshold or budget"
             )
+    reached = None if options.mode == "draft" else dials(cloud, key_file, ca, allow_insecure)
     with ExitStack() as stack:
         trace = stack.enter_context(_writable(trace_file)) if trace_file else None
         engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
         stack.callback(engine.close)
-        url = None if options.mode == "draft" else cloud
         out = None if as_json else Printer(engine, show_origin)
         changes = partial(_calibrated, options, draft, calibration)
-        result, error = _generate(url, engine, prompt, options, wait, out, changes)
+        told: list[str] = []
+        result, error = _generate(reached, engine, prompt, options, wait, out, changes, told)
         if trace is not None and result is not None:
             _write_trace(trace, result.trace)
-    _report(result, error, as_json)
+    _report(result, error, told if as_json else None)
 
 
 def _generate(
-    url: str | None,
+    clouds: list[Dial] | None,
     engine: Engine,
     prompt: str,
     options: Options,
     wait: float,
     out: Printer | None,
     changes: Callable[[str], dict[str, Any]],
+    told: list[str],
 ) -> tuple[Result | None, Exception | None]:
     """Run to the end. The error is CloudLost, or none; others are raised as BadInput. `changes`:
-    further options, by the cloud's model."""
+    further options, by the cloud's model. `told` gets the notices, which are shown as they come."""
+
+    def tell(notice: str) -> None:
+        show_notice(notice, mid_line=out is not None and out.mid_line)
+        told.append(notice)
 
     async def main() -> Result | None:
-        async with Edge(url, engine, patience=wait, options=options) as edge:
+        async with Edge(clouds, engine, patience=wait, options=options) as edge:
             more: dict[str, Any] = {}
-            if url is not None:
+            if clouds is not None:
                 for notice in await edge.connect():
-                    stderr.print(f"note: {notice}", style="yellow")
+                    tell(notice)
                 more = changes(edge.cloud_model)
             async for piece in edge.stream(prompt, **more):
+                if piece.notice is not None:
+                    tell(piece.notice)
                 if out is not None:
                     out.show(piece)
                 if piece.result is not None:
@@ -235,9 +256,10 @@ def _calibrated(
     return {"constants": constants}
 
 
-def _report(result: Result | None, error: Exception | None, as_json: bool) -> None:
-    if result is not None and as_json:
-        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+def _report(result: Result | None, error: Exception | None, told: list[str] | None) -> None:
+    """Figures on standard error; with the notices `told`, all of it as JSON."""
+    if result is not None and told is not None:
+        click.echo(json.dumps({**result.to_dict(), "notices": told}, ensure_ascii=False))
     elif result is not None:
         stderr.print(summary(result), style="dim", soft_wrap=True)
     if error is not None:
@@ -255,6 +277,8 @@ def summary(result: Result) -> str:
         parts.append(f"{s.cloud_passes / len(result.token_ids):.2f} passes a token")
     if s.reconnects:
         parts.append(f"{s.reconnects} reconnects")
+    if s.drafted_alone:
+        parts.append(f"{s.drafted_alone} tokens by the draft alone, unchecked")
     return " · ".join(parts)
 
 

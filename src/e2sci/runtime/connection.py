@@ -1,24 +1,24 @@
-"""The edge's connection to a cloud: handshake, routing by request, reconnecting with backoff.
+"""The edge's connection to one cloud: handshake, and routing by request.
 
-One channel serves all requests of an edge. When it breaks, everyone with a request open is told
-(`ConnectionLost` in its inbox); whoever comes first calls `ensure()` and thereby reconnects for
-all. What to say again on the new channel is each request's own business: it holds its whole state.
+One channel serves all requests of an edge at that cloud. When it breaks, everyone with a request
+open is told (`ConnectionLost` in its inbox); whoever comes first calls `open()` and thereby
+connects again for all. Which cloud to turn to, and for how long, is decided in `clouds`; what to
+say again on a new channel is each request's own business: it holds its whole state.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
-from tenacity.stop import stop_after_delay
-
-from e2sci.engines.base import Engine, Fingerprint, ModelInfo, fingerprint
+from e2sci.engines.base import Fingerprint, ModelInfo
 from e2sci.runtime.cloud import different_vocabularies
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import OPEN_SECONDS, Channel, ChannelClosed, framed
+from e2sci.runtime.worker import now
 from e2sci.session.messages import (
     Error,
     Finished,
@@ -36,6 +36,9 @@ log = logging.getLogger("e2sci.edge")
 
 Connector = Callable[[], Awaitable[Channel]]
 ForRequest = Opened | Verdict | Finished | Error
+
+SHUN_SECONDS = 60.0
+"""How long a cloud that has failed comes behind the others."""
 
 
 class EdgeError(Exception):
@@ -77,16 +80,25 @@ class Inbox:
 
 
 class Connection:
-    """A connection that is there when needed. `connector` opens a channel; `patience`: seconds to
-    keep trying for; `notices`: what the user should know about the pair of models."""
+    """A connection to one cloud that is there when needed.
 
-    def __init__(self, connector: Connector, engine: Engine, patience: float) -> None:
+    `connector` opens a channel; `number`: which of the edge's clouds this is, from 1. `rtt_s`: the
+    round trip as last measured, None before. `shunned_until`: on the event loop's clock; the cloud
+    has failed or has no place, and others are tried first. `notices`: what the user should know
+    about the pair of models.
+    """
+
+    def __init__(
+        self, connector: Connector, number: int, info: ModelInfo, fingerprint: Fingerprint
+    ) -> None:
+        self.name: str = getattr(connector, "url", f"cloud {number}")
         self.notices: list[str] = []
         self.welcome: Welcome | None = None
+        self.rtt_s: float | None = None
+        self.shunned_until = -math.inf
         self._connector = connector
-        self._info: ModelInfo = engine.info
-        self._fingerprint: Fingerprint = fingerprint(engine)
-        self.patience = patience
+        self._info = info
+        self._fingerprint = fingerprint
         self._failure = ""
         self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -94,35 +106,37 @@ class Connection:
         self._latest = 0
         self._lock = asyncio.Lock()
 
-    async def ensure(self, *, patience: float | None = None) -> Welcome:
-        """Connect if need be. Raises CloudUnreachable, or Refused when the pair can't work."""
+    @property
+    def shunned(self) -> bool:
+        """Whether other clouds are tried before this one now."""
+        return now() < self.shunned_until
+
+    def shun(self, seconds: float) -> None:
+        """Let others go first for a while."""
+        self.shunned_until = now() + seconds
+
+    async def open(self) -> Welcome:
+        """Connect if need be. Raises ChannelClosed, or Refused when the pair can't work."""
         waited = self._lock.locked()
         async with self._lock:
             if self._channel is None:
                 if waited and self._failure:  # who tried meanwhile has failed for all
-                    raise CloudUnreachable(self._failure)
-                await self._retry(self.patience if patience is None else patience)
+                    raise ChannelClosed(self._failure)
+                self._failure = ""
+                try:
+                    await self._open()
+                except ChannelClosed as error:
+                    self._failure = str(error)
+                    raise
             assert self.welcome is not None
             return self.welcome
 
-    async def _retry(self, allowed: float) -> None:
-        self._failure = ""
-        tries = AsyncRetrying(
-            stop=stop_after_delay(allowed),
-            wait=wait_random_exponential(multiplier=0.1, max=2),
-            retry=retry_if_exception_type(ChannelClosed),
-        )
-        try:
-            await tries(self._open)
-        except RetryError as error:
-            reason = error.last_attempt.exception()
-            self._failure = f"{reason} (tried for {allowed:.0f} s)" if allowed else str(reason)
-            raise CloudUnreachable(self._failure) from None
-
     def request(self, inbox: Inbox) -> int:
-        """A fresh request number whose messages go to `inbox`."""
+        """A fresh request number whose messages go to `inbox`, the news of a loss included."""
         self._latest += 1
         self._inboxes[self._latest] = inbox
+        if self._channel is None:
+            inbox.put(ConnectionLost("the connection broke off"))
         return self._latest
 
     def forget(self, request: int) -> None:
@@ -143,7 +157,8 @@ class Connection:
         try:
             if self._channel is None:
                 raise ChannelClosed("not connected")
-            return await asyncio.wait_for(self._channel.ping(), OPEN_SECONDS)
+            self.rtt_s = await asyncio.wait_for(self._channel.ping(), OPEN_SECONDS)
+            return self.rtt_s
         except (ChannelClosed, TimeoutError) as error:
             raise CloudUnreachable(f"no answer to a ping: {error}") from None
 
@@ -160,7 +175,11 @@ class Connection:
     # ---- opening --------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        channel = await self._connector()
+        try:
+            channel = await self._connector()
+        except ProtocolError as error:
+            raise Refused(error.code, str(error)) from None
+        began = now()
         try:
             welcome = await asyncio.wait_for(self._shake_hands(channel), OPEN_SECONDS)
         except BaseException as error:
@@ -168,8 +187,8 @@ class Connection:
             if isinstance(error, TimeoutError):
                 raise ChannelClosed("the cloud did not answer the handshake") from None
             raise
-        if self.welcome is None:
-            self.notices = self._compare(welcome)
+        self.rtt_s, self.shunned_until = now() - began, -math.inf
+        self.notices = self._compare(welcome)
         self.welcome, self._channel = welcome, channel
         self._reader = asyncio.create_task(self._read(channel))
 
@@ -184,6 +203,8 @@ class Connection:
         try:
             answer = decode_message(await channel.receive())
             if isinstance(answer, Error):
+                if answer.retryable:
+                    raise ChannelClosed(answer.message)
                 raise Refused(answer.code, answer.message)
             if not isinstance(answer, Welcome):
                 raise Refused("malformed", f"the cloud answered with {type(answer).__name__}")
@@ -226,8 +247,10 @@ class Connection:
                 self._route(decode_message(frame), framed(len(frame), masked=False))
         except (ChannelClosed, ProtocolError) as error:
             reason = str(error)
-        log.warning("connection to the cloud lost: %s", reason)
+        log.info("connection to %s lost: %s", self.name, reason)
         self._channel = None
+        if self._inboxes:  # else it was closed for being idle, which says nothing against it
+            self.shun(SHUN_SECONDS)
         for inbox in self._inboxes.values():  # before anyone can reconnect
             inbox.put(ConnectionLost(reason))
         await channel.close()

@@ -8,17 +8,18 @@
     with BlockingEdge("ws://127.0.0.1:7071", engine) as edge:      # without asyncio
         print(edge.generate("Why is the sky blue?").text)
 
-Any number of generations may run at once; they share the connection and the draft engine's thread.
+Any number of generations may run at once; they share the connections and the draft engine's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,16 +27,20 @@ import msgspec
 from e2sci.decoding.sampling import History, SamplingParams, pick
 from e2sci.engines.base import Engine, Step
 from e2sci.runtime.cloud import require_truncation
-from e2sci.runtime.connection import Connection, EdgeError
+from e2sci.runtime.clouds import Clouds
+from e2sci.runtime.connection import Connector, EdgeError
 from e2sci.runtime.drafter import Drafter
 from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.passes import PassTimes
-from e2sci.runtime.request import Record, Request
+from e2sci.runtime.record import Record
+from e2sci.runtime.request import Request
 from e2sci.runtime.text import Chat, TextStream, prompt_ids
-from e2sci.runtime.transport import Channel, connect
+from e2sci.runtime.transport import HEARTBEAT_SECONDS, Dial
 from e2sci.runtime.worker import ThreadWorker, Worker
 from e2sci.session.edge import Commit, Origin
 from e2sci.session.messages import Welcome
+
+log = logging.getLogger("e2sci.edge")
 
 _SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
 _OPTIONS = {f.name for f in fields(Options)}
@@ -58,31 +63,43 @@ def options_from(base: Options, changes: dict[str, Any]) -> Options:
 class Edge:
     """A draft engine that writes with a cloud. Use as an async context manager.
 
-    `cloud`: a WebSocket URL, a function that opens a channel, or None for `mode="draft"` only.
-    `engine`: the draft model; for `mode="cloud"` only its tokenizer is used. `patience`: seconds
-    for which a lost or absent cloud is waited for. `options`: defaults of every generation.
-    `worker`: what runs the engine's calls, a thread by default; closed with the edge.
+    `cloud`: a WebSocket URL or a function that opens a channel; several of them for replicas that
+    serve one model (see `clouds` for their order); None for `mode="draft"` only. `engine`: the
+    draft model; for `mode="cloud"` only its tokenizer is used. `patience`: seconds for which a
+    cloud is waited for that is absent, lost or without a place. `options`: defaults of every
+    generation. `worker`: what runs the engine's calls, a thread by default; closed with the edge.
+
+    For URLs: `api_key`, `tls`, `allow_insecure` and `heartbeat_s` as in `transport.Dial`. Raises
+    ValueError on a URL or a key that can't be used.
     """
 
     def __init__(
         self,
-        cloud: str | Callable[[], Awaitable[Channel]] | None,
+        cloud: str | Connector | Sequence[str | Connector] | None,
         engine: Engine,
         *,
         patience: float = 15.0,
         options: Options | None = None,
         worker: Worker | None = None,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        allow_insecure: bool = False,
+        heartbeat_s: float = HEARTBEAT_SECONDS,
     ) -> None:
         if not patience >= 0:
             raise ValueError(f"patience is {patience}; expected 0 seconds or more")
+        given = cloud if isinstance(cloud, Sequence) and not isinstance(cloud, str) else [cloud]
+        connectors = [
+            Dial(c, api_key, tls, allow_insecure, heartbeat_s) if isinstance(c, str) else c
+            for c in given
+            if c is not None
+        ]
         self.engine = engine
         self.options = options or Options()
+        self._patience = patience
         self._worker = worker or ThreadWorker("draft")
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._connection: Connection | None = None
-        if cloud is not None:
-            connector = partial(connect, cloud) if isinstance(cloud, str) else cloud
-            self._connection = Connection(connector, engine, patience)
+        self._known = Clouds(connectors, engine) if connectors else None
 
     async def __aenter__(self) -> Edge:
         for sequence in range(self.engine.slots):
@@ -90,23 +107,24 @@ class Edge:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._connection is not None:
-            await self._connection.close()
+        if self._known is not None:
+            await self._known.close()
         self._worker.close()
 
     async def connect(self, *, patience: float = 0.0) -> list[str]:
-        """Connect now, not at the first generation; returns notices about the pair of models.
+        """Connect now, not at the first generation; returns notices about the pair of models, and
+        about clouds that were left out.
 
         Raises CloudUnreachable, or Refused when the two can't work together.
         """
-        connection = self._cloud()
-        await connection.ensure(patience=patience)
-        return connection.notices
+        notices: list[str] = []
+        connection = await self._clouds.ensure(patience, tell=notices.append)
+        return notices + connection.notices
 
     async def ping(self) -> float:
         """Seconds of one round trip to the cloud. Raises CloudUnreachable."""
-        await self._cloud().ensure()
-        return await self._cloud().ping()
+        connection = await self._clouds.ensure(self._patience, tell=log.info)
+        return await connection.ping()
 
     @property
     def pass_times(self) -> PassTimes:
@@ -120,7 +138,7 @@ class Edge:
 
     @property
     def _welcome(self) -> Welcome:
-        welcome = self._cloud().welcome
+        welcome = self._clouds.welcome
         if welcome is None:
             raise ValueError("not connected yet; call connect() first")
         return welcome
@@ -153,11 +171,13 @@ class Edge:
     # ---- ways to generate -----------------------------------------------------------------
 
     async def _both(self, ids: list[int], options: Options) -> AsyncGenerator[Piece, None]:
-        connection = self._cloud()
+        notices: list[str] = []
         async with AsyncExitStack() as stack:
             sequence = None if options.mode == "cloud" else await self._sequence(stack)
             # Last, so that nothing is awaited between having a connection and using it.
-            welcome = await connection.ensure()
+            connection = await self._clouds.ensure(self._patience, tell=notices.append)
+            welcome = connection.welcome
+            assert welcome is not None
             drafter, context = None, welcome.context
             if sequence is not None:
                 context = min(context, self.engine.info.context)
@@ -172,8 +192,19 @@ class Edge:
             limit = self._limit(ids, options, context)
             record = Record(TextStream(self.engine.tokenizer, options.stop), frozenset(welcome.eos))
             request = Request(
-                connection, welcome, self._worker, drafter, record, ids, options, limit
+                self._clouds,
+                connection,
+                welcome,
+                self._patience,
+                self._worker,
+                drafter,
+                record,
+                ids,
+                options,
+                limit,
             )
+            for notice in notices:
+                request.tell(notice)
             async with aclosing(request.pieces()) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -206,15 +237,24 @@ class Edge:
             drafted=len(record.ids),
             **record.times(),  # type: ignore[arg-type]
         )
-        result = Result(record.text, record.ids, reason, len(ids), stats, record.commits)
+        result = Result(
+            record.text,
+            record.ids,
+            reason,
+            len(ids),
+            stats,
+            record.commits,
+            request_id=options.request_id,
+        )
         yield Piece(rest, [], result)
 
     # ---- resources ------------------------------------------------------------------------
 
-    def _cloud(self) -> Connection:
-        if self._connection is None:
+    @property
+    def _clouds(self) -> Clouds:
+        if self._known is None:
             raise ValueError("this edge has no cloud; give a URL, or use mode='draft'")
-        return self._connection
+        return self._known
 
     async def _sequence(self, stack: AsyncExitStack) -> int:
         """A free sequence of the draft engine, given back (emptied) when `stack` closes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from e2sci.session.edge import Commit
 from e2sci.session.messages import MAX_WINDOW, Judged
 
 Mode = Literal["cloud", "draft", "sync", "pipelined"]
+OnCloudLoss = Literal["wait", "draft", "fail"]
 
 DEFAULT_WINDOW = {"sync": 5, "pipelined": 4}
 """Draft tokens a window. Sync: the usual setting of speculative decoding. Pipelined: small, since
@@ -34,6 +36,11 @@ class Options:
     itself the lookahead grows by on positive feedback. `fill`: let the cloud decode by itself while
     no draft is there (None: in pipelined mode). `stop`: texts that end the output. `raw`: no chat
     template. `trace`: record every judgement.
+
+    `on_cloud_loss`: what to do when no cloud is left in mid-answer: `wait` for one as long as the
+    edge is patient, let the `draft` go on alone until one is back (what it writes is nobody's but
+    its own, whatever the rule), or `fail` at once. `request_id`: up to 32 hex digits that both ends
+    call the request in their logs; none by default.
     """
 
     mode: Mode = "pipelined"
@@ -54,6 +61,8 @@ class Options:
     system: str | None = None
     raw: bool = False
     trace: bool = False
+    on_cloud_loss: OnCloudLoss = "wait"
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         _within("window", self.window, 1, MAX_WINDOW)
@@ -63,6 +72,8 @@ class Options:
             raise ValueError(f"eta is {self.eta}; expected 0 to 8")
         if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
             raise ValueError("stop takes up to 16 texts of 1 to 256 characters")
+        if not re.fullmatch("[0-9a-f]{0,32}", self.request_id):
+            raise ValueError("request_id must be up to 32 hex digits")
         self._contradictions()
         _ = self.rule, self.credit
 
@@ -89,6 +100,10 @@ class Options:
             raise ValueError(f"agreement is no choice under {self.accept}: drop it")
         if self.constants is not None and (self.threshold, self.budget) != (None, None):
             raise ValueError("give either constants, or threshold and budget")
+        if self.mode in ("cloud", "draft") and self.on_cloud_loss == "draft":
+            raise ValueError(
+                f"mode {self.mode} never goes from one to the other: drop on_cloud_loss"
+            )
         if self.trace and self.mode in ("cloud", "draft"):
             raise ValueError(f"mode {self.mode} judges nothing, so there is no trace")
 
@@ -137,7 +152,8 @@ class Stats:
     `tokens_per_s`: completion tokens over `seconds` (from the request to the last token; models are
     loaded before); `decode_tokens_per_s`: those behind the first over the time behind it.
     `acceptance_rate`: accepted of all judged draft tokens. `wasted_drafts`: drafted and never
-    committed. `cloud_tokens`: tokens the target was fed, without the prompt.
+    committed. `cloud_tokens`: tokens the target was fed, without the prompt. `drafted_alone`:
+    committed unjudged while no cloud was there.
     """
 
     mode: str
@@ -160,12 +176,14 @@ class Stats:
     credit: float | None = None
     threshold: float | None = None
     reconnects: int = 0
+    drafted_alone: int = 0
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished text. `token_ids` hold no EOS; with a stop string they reach to the token that
-    completed it, while `text` ends before it. `finish_reason`: stop, length, cancelled or lost."""
+    completed it, while `text` ends before it. `finish_reason`: stop, length, cancelled or lost.
+    `notices`: what the user was told of the cloud meanwhile."""
 
     text: str
     token_ids: list[int]
@@ -174,6 +192,8 @@ class Result:
     stats: Stats
     commits: list[Commit] = field(default_factory=list, repr=False)
     trace: list[Judged] = field(default_factory=list, repr=False)
+    request_id: str = ""
+    notices: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The shape of `e2sci run --json`."""
@@ -186,13 +206,17 @@ class Result:
                 "completion_tokens": len(self.token_ids),
             },
             "stats": dict(vars(self.stats)),
+            "request_id": self.request_id,
+            "notices": self.notices,
         }
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a stream: text that is now certain, and the tokens committed with it."""
+    """One step of a stream: text that is now certain, and the tokens committed with it; or a
+    `notice` for the user, without any."""
 
     text: str
     commits: list[Commit]
     result: Result | None = None
+    notice: str | None = None

@@ -2,12 +2,14 @@
 
 A single loop: take what has come from the cloud, take the draft token if one is ready, send the
 windows that result, start the next draft step, sleep until something happens. The draft computes on
-its own thread meanwhile, so drafting, verifying and travelling overlap.
+its own thread meanwhile, so drafting, verifying and travelling overlap. What is done about a cloud
+that is lost, or has no place, is `recovery`'s to say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -18,18 +20,12 @@ import msgspec
 from e2sci.decoding.acceptance import Proposal
 from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.engines.base import EngineError
-from e2sci.runtime.connection import (
-    CloudUnreachable,
-    Connection,
-    ConnectionLost,
-    EdgeError,
-    ForRequest,
-    Inbox,
-    Refused,
-)
+from e2sci.runtime.clouds import Clouds
+from e2sci.runtime.connection import Connection, ConnectionLost, EdgeError, Inbox
 from e2sci.runtime.drafter import Drafter, DraftJob
 from e2sci.runtime.options import Options, Piece, Result, Stats
-from e2sci.runtime.text import TextStream
+from e2sci.runtime.record import Record
+from e2sci.runtime.recovery import GivenUp, Recovery
 from e2sci.runtime.worker import Worker, now
 from e2sci.session.edge import Commit, EdgeSession
 from e2sci.session.lookahead import Lookahead
@@ -48,8 +44,7 @@ from e2sci.session.messages import (
     Window,
 )
 
-_LOSSES = 5  # in a row, with no token committed between them, before giving up
-_BUSY_PAUSE_S = 0.2  # between attempts to get a place again
+log = logging.getLogger("e2sci.edge")
 
 
 class _Sent(NamedTuple):
@@ -68,65 +63,16 @@ class CloudLost(EdgeError):
         self.result = result
 
 
-class Record:
-    """Text, ids and times of a generation, as its tokens are committed."""
-
-    def __init__(self, text: TextStream, eos: frozenset[int]) -> None:
-        self.ids: list[int] = []
-        self.commits: list[Commit] = []
-        self.text = ""
-        self.began = now()
-        self.first: float | None = None
-        self.last = self.began
-        self._stream = text
-        self._eos = eos
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._stream.stopped
-
-    def add(self, commits: list[Commit]) -> Piece:
-        """Take committed tokens, up to a stop string or EOS."""
-        taken, text = [], ""
-        for commit in commits:
-            if self.stopped or commit.token in self._eos:
-                break
-            text += self._stream.push(commit.token)
-            self.ids.append(commit.token)
-            taken.append(commit)
-        if taken:
-            self.last = now()
-            self.first = self.first or self.last
-        self.commits += taken
-        self.text += text
-        return Piece(text, taken)
-
-    def close(self) -> str:
-        """The text held back until now."""
-        rest = self._stream.finish()
-        self.text += rest
-        return rest
-
-    def times(self) -> dict[str, float | None]:
-        """The timing fields of Stats."""
-        seconds = self.last - self.began
-        rest = self.last - (self.first or self.last)
-        return {
-            "seconds": seconds,
-            "ttft_s": self.first - self.began if self.first else None,
-            "tokens_per_s": len(self.ids) / seconds if seconds > 0 else 0.0,
-            "decode_tokens_per_s": (len(self.ids) - 1) / rest if rest > 0 else 0.0,
-        }
-
-
 class Request:
-    """A generation that involves the cloud. `pieces()` runs it, once."""
+    """A generation that involves the cloud: `connection`, which is open, or another of `clouds`
+    when that is lost. `pieces()` runs it, once."""
 
     def __init__(
         self,
+        clouds: Clouds,
         connection: Connection,
         welcome: Welcome,
+        patience: float,
         worker: Worker,
         drafter: Drafter | None,
         record: Record,
@@ -140,8 +86,16 @@ class Request:
         self._record = record
         self._options = options
         self._prompt = len(prompt)
-        self._model = welcome.model
         self._inbox = Inbox()
+        self._notices: list[str] = []
+        self._recovery = Recovery(
+            clouds,
+            welcome,
+            patience=patience,
+            on_loss=options.on_cloud_loss,
+            wake=self._inbox.wake,
+            tell=self.tell,
+        )
         self._opening = Open(
             request=connection.request(self._inbox),
             prompt=pack_ids(prompt),
@@ -153,6 +107,7 @@ class Request:
             lookahead=options.mode == "pipelined",
             fill=options.fills,
             trace=options.trace,
+            id=options.request_id,
         )
         self._session = EdgeSession(
             self._opening,
@@ -165,22 +120,34 @@ class Request:
         self._draft_s: float | None = None
         self._on_the_way: deque[_Sent] = deque()
         self._uplink = 0
-        self._reconnects = 0
-        self._lost = 0.0
-        self._losses = self._committed_at_loss = 0
         self._trace: list[Judged] = []
 
+    def tell(self, notice: str) -> None:
+        """Let the user know, with the next piece."""
+        name = self._options.request_id
+        log.info("request %s: %s", name or self._opening.request, notice, extra={"id": name})
+        self._notices.append(notice)
+        self._inbox.wake.set()
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The text as it is committed; the last piece carries the result. Raises EdgeError."""
+        """The text as it is committed, and notices; the last piece carries the result. Raises
+        EdgeError."""
+        told = 0
         try:
             await self._send([self._opening])
             while not self._session.finished and not self._record.stopped:
                 commits = await self._turn()
+                while told < len(self._notices):
+                    yield Piece("", [], notice=self._notices[told])
+                    told += 1
                 if commits:
                     yield self._record.add(commits)
             reason = "stop" if self._record.stopped else self._session.finished or "stop"
             rest = self._record.close()
             yield Piece(rest, [], self._result(reason))
+        except GivenUp as error:
+            self._record.close()
+            raise CloudLost(f"the cloud is gone: {error}", self._result("lost")) from None
         finally:
             await self._leave()
 
@@ -195,14 +162,14 @@ class Request:
             if commits and isinstance(item, ConnectionLost | Error):
                 self._inbox.put(item)  # hand out first what came before it
                 return commits
-            if isinstance(item, ConnectionLost):
-                await self._resume(item)
-                break
-            if isinstance(item, Error) and item.retryable and self._reconnects:
-                await self._resume_later(item)
+            if isinstance(item, ConnectionLost | Error):
+                self._without_cloud(item)
                 break
             commits += self._handle(item)
+        await self._rejoin()
         await self._take_draft()
+        if self._recovery.alone():
+            commits += self._session.alone()
         await self._send(self._session.flush())
         return commits
 
@@ -231,19 +198,18 @@ class Request:
 
     # ---- the cloud ------------------------------------------------------------------------
 
-    def _handle(self, message: ForRequest) -> list[Commit]:
+    def _handle(self, message: Opened | Verdict | Finished) -> list[Commit]:
         try:
             match message:
                 case Opened():
                     self._session.opened(message)
+                    self._recovery.opened(self._connection)
                 case Verdict():
                     self._measure(message)
                     self._trace += self._stamped(message.trace)
                     return self._session.verdict(message)
                 case Finished():
                     self._session.finish(message)
-                case Error():
-                    raise Refused(message.code, message.message)
         except ProtocolError as error:
             raise EdgeError(f"the cloud broke the protocol: {error}") from None
         return []
@@ -277,48 +243,32 @@ class Request:
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
-    async def _resume(self, lost: ConnectionLost) -> None:
-        """Reconnect and go on from what is committed. Raises CloudLost when that fails."""
-        committed = len(self._session.committed)
-        self._losses = self._losses + 1 if committed == self._committed_at_loss else 1
-        self._committed_at_loss = committed
-        if self._losses > _LOSSES:
-            raise self._given_up(f"lost {_LOSSES} times without a token between: {lost}")
-        try:
-            welcome = await self._connection.ensure()
-        except (CloudUnreachable, Refused) as error:
-            raise self._given_up(str(error)) from None
-        if welcome.model != self._model:
-            raise self._given_up(f"it now serves {welcome.model}, not {self._model}")
-        self._reconnects += 1
-        self._lost = now()
-        await self._reopen()
-
-    async def _resume_later(self, error: Error) -> None:
-        """The cloud has no place now, perhaps because it still holds the one we have lost."""
-        if now() - self._lost > self._connection.patience:
-            raise self._given_up(error.message)
-        await asyncio.sleep(_BUSY_PAUSE_S)
-        lost = [item for item in self._inbox.take() if isinstance(item, ConnectionLost)]
-        await (self._resume(lost[0]) if lost else self._reopen())
-
-    def _given_up(self, reason: str) -> CloudLost:
-        self._record.close()
-        return CloudLost(f"the cloud is gone: {reason}", self._result("lost"))
-
-    async def _reopen(self) -> None:
-        self._inbox.take()
+    def _without_cloud(self, reason: ConnectionLost | Error) -> None:
+        """The cloud is gone, or has no place: search. Raises GivenUp or EdgeError."""
         self._connection.forget(self._opening.request)
-        self._opening = self._session.reopen(self._connection.request(self._inbox))
+        self._session.lost()
         self._on_the_way.clear()
-        await self._send([self._opening])
+        if isinstance(reason, Error):
+            self._recovery.refused(self._connection, reason)
+        else:
+            self._recovery.lost(self._connection, str(reason), len(self._session.committed))
+
+    async def _rejoin(self) -> None:
+        """Go on from what is committed, once there is a cloud again."""
+        found = self._recovery.found()
+        if found is not None:
+            self._connection = found
+            self._opening = self._session.reopen(found.request(self._inbox))
+            await self._send([self._opening])
 
     async def _leave(self) -> None:
         """Free what the request holds, here and at the cloud."""
+        searching = self._recovery.searching
+        self._recovery.close()
         self._connection.forget(self._opening.request)
         if self._drafting is not None:
             self._drafting[1].cancel()
-        if self._session.finished is None:
+        if self._session.finished is None and not searching:
             with suppress(ConnectionLost):
                 await self._connection.send(Cancel(request=self._opening.request))
 
@@ -337,14 +287,23 @@ class Request:
             cloud_tokens=counts.fed,
             uplink_bytes=self._uplink,
             downlink_bytes=self._inbox.bytes,
-            wasted_drafts=counts.drafted - counts.accepted,
+            wasted_drafts=counts.drafted - counts.accepted - counts.alone,
             corrections=counts.corrections,
             filled=counts.filled,
             credit=credit.credit if credit else None,
             threshold=credit.threshold if credit else None,
-            reconnects=self._reconnects,
+            reconnects=self._recovery.reconnects,
+            drafted_alone=counts.alone,
         )
         record = self._record
         return Result(
-            record.text, record.ids, reason, self._prompt, stats, record.commits, self._trace
+            record.text,
+            record.ids,
+            reason,
+            self._prompt,
+            stats,
+            record.commits,
+            self._trace,
+            self._options.request_id,
+            self._notices,
         )

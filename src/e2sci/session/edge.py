@@ -13,7 +13,9 @@ model writes on; `branch` counts how often that line was cut.
                          equal to S's head  → committed, nothing lost
                          S empty            → committed (fill or bonus)
                          different          → S is cut, the branch dies, the token is committed
-    connection lost ─► `reopen()`: the request's whole state again; S stays and is sent anew
+    cloud lost     ──► `lost()`: S stays, and no windows go
+                         `alone()`: S is committed unjudged, if the user wants that (ours)
+                         `reopen()`: the request's whole state again, and S is sent anew
 
 Every cut lowers `intact`, the length up to which the draft's cache still holds the line; the
 driver feeds the draft from there. A correction or bonus token thus always reaches its cache.
@@ -75,6 +77,7 @@ class EdgeStats:
     filled: int = 0
     passes: int = 0
     fed: int = 0
+    alone: int = 0
 
 
 class EdgeSession:
@@ -90,6 +93,7 @@ class EdgeSession:
         self.line = History(prompt)
         self.tail: list[Proposal] = []
         self.sent = 0
+        self.connected = True
         self.branch = opening.branch
         self.intact = 0
         self.window_size = window
@@ -134,6 +138,8 @@ class EdgeSession:
 
         With lookahead and nothing on its way the cloud is waiting: then a single token goes (ours).
         """
+        if not self.connected:
+            return []
         unsent = self.tail[self.sent :]
         enough = 1 if self._opening.lookahead and not self.sent else self.window_size
         if not unsent or (len(unsent) < enough and self.wants_draft):
@@ -190,9 +196,23 @@ class EdgeSession:
         self.finished = self.finished or message.reason
         self._cut()
 
+    def lost(self) -> None:
+        """The cloud is gone, and with it what it was sent."""
+        self.connected = False
+        self.sent = 0
+
+    def alone(self) -> list[Commit]:
+        """While the cloud is lost: S is final as it is, judged by no one."""
+        commits = []
+        while self.tail and not self.connected and not self.finished:
+            self.stats.alone += 1
+            commits.append(self._commit(self.tail.pop(0).token, Origin.DRAFTED))
+        return commits
+
     def reopen(self, request: int) -> Open:
         """The request's whole state, to go on with on a new connection as number `request`; S is
         sent again."""
+        self.connected = True
         self.sent = 0
         self._lost_passes, self._lost_fed = self.stats.passes, self.stats.fed
         self._opening = msgspec.structs.replace(self._opening, request=request)
