@@ -67,7 +67,7 @@ class SGLang(Remote):
         )
         if len(tops) != count or len(tokens) != count or len(last) != 1 or None in tops[1:]:
             raise EngineError(
-                f"{self._server.url} gave log-probs of {len(tops)} positions; expected {count}"
+                f"{self._server.url} didn't give a row of log-probs for each of {count} positions"
             )
         rows = [[*(top or ()), token] for top, token in zip(tops[1:], tokens[1:], strict=True)]
         return [

@@ -56,7 +56,8 @@ class Vllm(Remote):
         rows = {choice.index: choice.logprobs.top_logprobs for choice in choices}
         if sorted(rows) != list(range(len(prompts))) or any(len(row) != 1 for row in rows.values()):
             raise EngineError(
-                f"{self._server.url} gave {len(choices)} answers to {len(prompts)} prompts"
+                f"{self._server.url} didn't give one row of log-probs for each of "
+                f"{len(prompts)} prompts"
             )
         tops = iter([self._row(rows[i][0]) for i in range(len(prompts))])
         return [[next(tops) for _ in range(count)] for _, count in work]
