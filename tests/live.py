@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 import websockets
@@ -15,6 +18,7 @@ from websockets.asyncio.client import connect as websocket_connect
 
 from e2sci.engines.base import fingerprint
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig, SyntheticTokenizer
+from e2sci.runtime.admission import Limits
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import BlockingEdge, Edge
 from e2sci.runtime.passes import PassTimes
@@ -95,11 +99,11 @@ async def idle(cloud: Cloud) -> None:
 
 
 @asynccontextmanager
-async def pair(draft_engine=None, target_engine=None, *, times=TIMES, **edge_options):
+async def pair(draft_engine=None, target_engine=None, *, times=TIMES, limits=None, **edge_options):
     """An edge (`edge.cloud`: its cloud) joined in memory; at the end nothing may be left behind."""
     engine = draft_engine or draft()
     tasks = set()
-    async with Cloud(target_engine or target(), times=times) as cloud:
+    async with Cloud(target_engine or target(), times=times, limits=limits) as cloud:
 
         async def dial():
             here, there = memory_pair()
@@ -121,9 +125,19 @@ class LiveCloud:
     and stops listening; `start()` then brings up a new one on the same port.
     """
 
-    def __init__(self, engine: Synthetic | None = None, *, times: PassTimes | None = TIMES) -> None:
+    def __init__(
+        self,
+        engine: Synthetic | None = None,
+        *,
+        times: PassTimes | None = TIMES,
+        limits: Limits | None = None,
+        **front: object,
+    ) -> None:
+        """`front`: what else `listening` takes."""
         self.engine = engine or target()
         self.times = times
+        self.limits = limits
+        self.front = front
         self.port = 0
 
     def __enter__(self) -> LiveCloud:
@@ -191,16 +205,16 @@ class LiveCloud:
     async def _main(self, ready: Callable[[], object]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._channels = set()
-        cloud = self.cloud = Cloud(self.engine, times=self.times)
+        cloud = self.cloud = Cloud(self.engine, times=self.times, limits=self.limits)
         serve = cloud.serve
 
-        async def tracked(channel):
+        async def tracked(channel, client):
             self._channels.add(channel)
-            await serve(channel)
+            await serve(channel, client)
             self._channels.discard(channel)
 
         cloud.serve = tracked
-        async with cloud, listening(cloud, HOST, self.port) as self.port:
+        async with cloud, listening(cloud, HOST, self.port, **self.front) as self.port:
             ready()
             await self._stop.wait()
 
@@ -291,3 +305,36 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind((HOST, 0))
         return s.getsockname()[1]
+
+
+@contextmanager
+def process(*args):
+    """`e2sci` as a process of its own, interruptible however the tests were started."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "e2sci", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def ended(child):
+    """Wait for its end; (code, out, lines of stderr)."""
+    out, err = child.communicate(timeout=60)
+    assert "Traceback" not in err
+    return child.returncode, out, err.splitlines()
+
+
+def listens(child):
+    """The URL that `e2sci cloud` says it listens on."""
+    for line in child.stderr:
+        if "listens on" in line:
+            return line.split("listens on ")[1].split(";")[0]
+    raise AssertionError("it ended before it listened")

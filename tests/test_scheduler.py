@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e2sci.engines.synthetic import EOS, Synthetic, SyntheticConfig
+from e2sci.runtime.admission import Limits
 from e2sci.runtime.connection import Refused
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes, measure_passes
-from e2sci.runtime.scheduler import PREFILL, Arrivals, Scheduler
+from e2sci.runtime.scheduler import PREFILL, Scheduler
+from e2sci.runtime.seat import Arrivals
 from e2sci.runtime.worker import ThreadWorker
 from e2sci.session.cloud import CloudModel, CloudSession
 from e2sci.session.messages import Error, Verdict
@@ -85,7 +87,7 @@ async def test_long_prompts_take_turns():
 
 
 async def test_no_place_is_an_error_that_passes():
-    with LiveCloud(Watched(slots=1, seconds=0.005)) as cloud:
+    with LiveCloud(Watched(slots=1, seconds=0.005), limits=Limits(waiting=0)) as cloud:
         async with raw_client(cloud.url) as one, raw_client(cloud.url) as two:
             await one.send(opening(drafting=False, max_tokens=2000))
             await one.receive()
@@ -93,6 +95,7 @@ async def test_no_place_is_an_error_that_passes():
             error = await two.receive()
             assert isinstance(error, Error)
             assert (error.code, error.retryable, error.request) == ("busy", True, 1)
+            assert 0.2 <= error.retry_after_s <= 60
         cloud.check()
 
 
@@ -285,17 +288,6 @@ def test_a_crowd_judges_fewer_drafts_each():
     assert sizes[0] == 16
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] <= 2
-
-
-def test_who_was_not_served_comes_first_in_the_next_pass():
-    scheduler = Scheduler(Watched(slots=5), None, FLAT)
-    scheduler._seats = seats = list("abcde")
-    scheduler._rotate("c")
-    assert scheduler._seats == list("deabc")
-    scheduler._rotate(None)
-    assert scheduler._seats == list("eabcd")
-    scheduler._rotate("gone")
-    assert scheduler._seats == list("abcde") == seats
 
 
 def test_in_between_by_acceptance():

@@ -35,14 +35,14 @@ class Limits:
     """What holds for every connection. Raises ValueError below the least that makes sense.
 
     `waiting`: requests in line for a place; `hello_s`: seconds for the handshake; `idle_s`: seconds
-    a connection may stay without a message while it has no request; `messages_per_s`: received
+    a connection may say nothing while it has no request, None: for ever; `messages_per_s`: read
     from a connection, on average over ten seconds; `unread`: messages an edge may leave unread;
     `quiet_s`: seconds behind which a request with nothing to do gives its place to one in line.
     """
 
     waiting: int = 64
     hello_s: float = 10.0
-    idle_s: float = 600.0
+    idle_s: float | None = 600.0
     messages_per_s: float = 1000.0
     unread: int = 4096
     quiet_s: float = 1.0
@@ -50,6 +50,8 @@ class Limits:
     def __post_init__(self) -> None:
         least = {"waiting": 0, "unread": 1}
         for name, value in vars(self).items():
+            if value is None:
+                continue
             low = least.get(name, 0.0)
             if not (value >= low if name in least else value > low):
                 raise ValueError(

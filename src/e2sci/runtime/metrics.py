@@ -6,9 +6,10 @@ that several live in one process without mixing. Nothing here ever holds a promp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from e2sci.decoding.distribution import unpack_ids
+from e2sci.session.messages import Verdict
 
 PASS_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 PASS_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -43,9 +44,24 @@ class Metrics:
         self.received = self._counter("received_bytes", "Payload bytes received from edges")
         self.sent = self._counter("sent_bytes", "Payload bytes sent to edges")
 
-    def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:
-        """Let a gauge read its value when it is asked for."""
-        gauge.set_function(read)
+    def passed(self, tokens: int, requests: int, seconds: float) -> None:
+        """A target pass is done."""
+        self.pass_seconds.observe(seconds)
+        self.pass_tokens.observe(tokens)
+        self.pass_requests.observe(requests)
+        self.fed.inc(tokens)
+
+    def verdict(self, verdict: Verdict) -> None:
+        """A verdict goes out."""
+        own = len(unpack_ids(verdict.ids, len(verdict.ids)))
+        self.judged.labels("accepted").inc(verdict.accepted)
+        self.judged.labels("rejected").inc(verdict.rejected)
+        self.tokens.labels("drafted").inc(verdict.accepted)
+        self.tokens.labels("corrected").inc(verdict.rejected)
+        self.tokens.labels("filled").inc(own - verdict.rejected)
+        if verdict.credit is not None:
+            self.credit.observe(verdict.credit.credit)
+            self.threshold.observe(verdict.credit.threshold)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"e2sci_{name}", text, registry=self.registry)

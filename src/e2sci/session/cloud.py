@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 `tokens` is prompt + output, all of it final. The first `cached` of them are in the engine's cache.
-The *carry* is the target's distribution for the next position; it is known exactly when everything
-committed is cached. `queue` holds draft tokens of the current branch, in order, not yet judged.
+The *carry* is the target's distribution for the next position; it is known when everything
+committed was cached, and stays known if the cache is then given away (`evicted()`). `queue` holds
+draft tokens of the current branch, in order, not yet judged.
 
     window arrives ──► tokens already committed are compared and skipped (the first difference
                        kills the branch), the rest is queued
@@ -114,12 +115,19 @@ class CloudSession:
         self.branch = opening.branch
         self.finished: FinishReason | None = None
         self.passes = self.fed = 0
+        self.accepted = self.in_vain = 0
+        self._begun = False
         self._prehit = prehit
         self._opening = opening
         self._model = model
         self._end = len(prompt) + self.limit
-        self._prompt = len(prompt)
+        self.prompt = len(prompt)
         self._judged: list[Judged] = []
+
+    @property
+    def written(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.prompt
 
     # ---- events ---------------------------------------------------------------------------
 
@@ -127,7 +135,7 @@ class CloudSession:
         """Draft tokens have come. Raises ProtocolError on a window that can't be ours."""
         if self.finished or message.branch < self.branch:
             return []
-        if not self._prompt <= message.start <= self._end:
+        if not self.prompt <= message.start <= self._end:
             raise ProtocolError("bad_window", f"window at {message.start}, outside of the output")
         drafts = self._drafts(message)
         if message.branch > self.branch:
@@ -153,7 +161,7 @@ class CloudSession:
     def plan(self, budget: int, *, fill: bool) -> Pass | None:
         """What the next pass should feed, at most `budget` ≥ 1 tokens; None if nothing.
 
-        `fill`: also with no drafts waiting. The prompt is fed in any case, in chunks.
+        `fill`: also with no drafts waiting. The prompt is first fed in any case, in chunks.
         """
         missing = self.tokens.tokens[self.cached :]
         if self.finished:
@@ -164,7 +172,7 @@ class CloudSession:
             return Pass(self.cached, missing[:budget], 0, 0)
         room = min(budget - len(missing), self._end - len(self.tokens))
         drafts = [d.token for d in self.queue[:room]]
-        if not self.queue and not fill and self.cached >= self._prompt:
+        if self._begun and not self.queue and not fill:
             return None
         return Pass(self.cached, missing + drafts, len(drafts) + 1, len(drafts))
 
@@ -181,6 +189,7 @@ class CloudSession:
         self.cached += len(done.tokens) - done.drafts
         if self.finished or not done.outputs:
             return []
+        self._begun = True
         if len(outputs) == done.drafts and self.carry is not None:
             outputs = [self.carry, *outputs]
         start = len(self.tokens)
@@ -191,6 +200,7 @@ class CloudSession:
             if not outcomes[-1].accepted or self.finished:
                 break
             self.cached += 1
+        self.in_vain += done.drafts - sum(outcome.accepted for outcome in outcomes)
         rejected = bool(outcomes) and not outcomes[-1].accepted
         bonus: list[int] = []
         if not rejected and not self.finished:
@@ -206,6 +216,10 @@ class CloudSession:
             return []
         start = len(self.tokens)
         return [*self._verdict(start, [], [self._own_token()]), *self._ending()]
+
+    def evicted(self) -> None:
+        """The engine's cache was given to another request; between passes only."""
+        self.cached = 0
 
     def cancel(self) -> list[Message]:
         """The edge wants no more."""
@@ -235,6 +249,7 @@ class CloudSession:
         if self._opening.trace:
             self._judged.append(self._record(place, draft, outcome, threshold))
         self._observe(place, outcome)
+        self.accepted += outcome.accepted
         self._commit(outcome.token)
         if not outcome.accepted:
             self.queue.clear()
@@ -328,7 +343,7 @@ class CloudSession:
 
     def _count(self, done: Pass) -> None:
         self.passes += done.outputs > 0
-        self.fed += len(done.tokens) - max(0, min(self._prompt - done.keep, len(done.tokens)))
+        self.fed += len(done.tokens) - max(0, min(self.prompt - done.keep, len(done.tokens)))
 
     def _drafts(self, message: Window) -> list[Draft]:
         ids = ids_of(message.ids, self._model.vocab, MAX_WINDOW, "window")
