@@ -19,8 +19,8 @@ KEY_VARIABLE = "E2SCI_API_KEY"
 _file = click.Path(path_type=Path, dir_okay=False)
 
 
-def reach_options(command: F) -> F:
-    """The options that `dials` takes."""
+def key_options(command: F) -> F:
+    """Which key is shown to a cloud, and to whom."""
     for option in (
         click.option(
             "--allow-insecure",
@@ -35,18 +35,23 @@ def reach_options(command: F) -> F:
             type=_file,
             help=f"A file with the cloud's API key.  [default: the variable {KEY_VARIABLE}]",
         ),
-        click.option(
-            "--cloud",
-            multiple=True,
-            default=("ws://127.0.0.1:7071",),
-            show_default=True,
-            metavar="URL",
-            help="Where the cloud is. Repeat it, or put commas between, for replicas of one model: "
-            "the nearest answers, the others stand in.",
-        ),
     ):
         command = option(command)
     return command
+
+
+def reach_options(command: F) -> F:
+    """The options that `dials` takes."""
+    cloud = click.option(
+        "--cloud",
+        multiple=True,
+        default=("ws://127.0.0.1:7071",),
+        show_default=True,
+        metavar="URL",
+        help="Where the cloud is. Repeat it, or put commas between, for replicas of one model: "
+        "the nearest answers, the others stand in.",
+    )
+    return cloud(key_options(command))
 
 
 def dials(
@@ -54,15 +59,17 @@ def dials(
 ) -> list[Dial]:
     """One for each cloud. Raises BadInput on a URL, a key or certificates that can't be used."""
     urls = [url.strip() for item in cloud for url in item.split(",")]
-    key = _key_in(key_file) if key_file else os.environ.get(KEY_VARIABLE, "").strip() or None
-    tls = _trusting(ca) if ca else None
+    key, tls = key_in(key_file), trusting(ca)
     try:
         return [Dial(url, key, tls, allow_insecure) for url in urls]
     except ValueError as error:
         raise BadInput(str(error).replace("allow_insecure", "--allow-insecure")) from None
 
 
-def _key_in(file: Path) -> str:
+def key_in(file: Path | None) -> str | None:
+    """The key in a file, or else in the environment. Raises BadInput."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE, "").strip() or None
     try:
         with file.open(encoding="ascii") as opened:
             return opened.read(2 * MAX_KEY).strip()
@@ -72,7 +79,10 @@ def _key_in(file: Path) -> str:
         raise BadInput(f"{file} holds no API key; expected one line of ASCII") from None
 
 
-def _trusting(ca: Path) -> ssl.SSLContext:
+def trusting(ca: Path | None) -> ssl.SSLContext | None:
+    """Trust in one authority, or None for the system's. Raises BadInput."""
+    if ca is None:
+        return None
     try:
         return ssl.create_default_context(cafile=str(ca))
     except ssl.SSLError:
