@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -20,7 +19,19 @@ from click.testing import CliRunner
 from e2sci.cli import main
 from e2sci.engines.synthetic import REAL_VOCAB, SyntheticConfig
 from e2sci.runtime.edge import BlockingEdge
-from live import HOST, LiveCloud, LivePeer, Named, Watched, draft, free_port
+from e2sci.server import keys as store
+from live import (
+    HOST,
+    LiveCloud,
+    LivePeer,
+    Named,
+    Watched,
+    draft,
+    ended,
+    free_port,
+    listens,
+    process,
+)
 
 DRAFT = "synthetic:seed=11,divergence=0.5"
 
@@ -264,7 +275,7 @@ def test_a_cloud_without_a_place(cloud):
     ):
         pieces = edge.stream("hello", max_tokens=500)
         next(pieces)
-        refused(run("hello", cloud=full), "all 1 places are taken")
+        refused(run("hello", "--wait", "0", cloud=full), "all 1 places are taken")
         pieces.close()
         full.check()
 
@@ -317,8 +328,11 @@ def test_the_clouds_port_is_in_use(cloud):
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.org:0"])
-def test_listening_to_other_machines_must_be_meant(listen):
-    refused(serve("--listen", listen), listen, "--allow-remote")
+def test_listening_to_other_machines_must_be_meant(listen, tmp_path):
+    keys = str(tmp_path / "keys.json")
+    store.add(Path(keys), "alice")
+    refused(serve("--listen", listen), listen, "without --keys and --tls-cert;", "--insecure")
+    refused(serve("--listen", listen, "--keys", keys), "without --tls-cert;", "--insecure")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +343,7 @@ def test_no_address(listen):
 
 
 def test_an_address_that_is_not_ours():
-    refused(serve("--listen", "192.0.2.1:0", "--allow-remote"), "192.0.2.1", "can't listen")
+    refused(serve("--listen", "192.0.2.1:0", "--insecure"), "192.0.2.1", "can't listen")
 
 
 @pytest.mark.parametrize("flags", ["--slots 0", "--slots 300", "--predictor nowhere.npz"])
@@ -351,30 +365,6 @@ def test_a_cloud_without_its_model():
 # ---- signals ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def process(*args):
-    """`e2sci` as a process of its own, interruptible however the tests were started."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "e2sci", *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def ended(child):
-    out, err = child.communicate(timeout=10)
-    assert "Traceback" not in err
-    return child.returncode, out, err.splitlines()
-
-
 def test_ctrl_c_in_mid_answer():
     with LiveCloud(Watched(SyntheticConfig(seed=11, eos_bias=-20), seconds=0.01)) as cloud:
         args = ["run", "hello", "--draft", DRAFT, "--cloud", cloud.url, "--max-tokens", "2000"]
@@ -392,12 +382,10 @@ def test_ctrl_c_in_mid_answer():
 def test_a_signal_ends_the_cloud(number):
     """Cleanly, also in the middle of an answer."""
     with process(
-        "cloud", "--model", "synthetic:seed=11,eos_bias=-20", "--listen", f"{HOST}:0"
+        *("cloud", "--model", "synthetic:seed=11,eos_bias=-20", "--listen", f"{HOST}:0"),
+        *("--drain", "0"),
     ) as child:
-        for line in child.stderr:
-            if "listens on" in line:
-                break
-        url = line.split("listens on ")[1].split(";")[0]
+        url = listens(child)
         with BlockingEdge(url, draft(), patience=0) as edge:
             pieces = edge.stream("hello", max_tokens=3000)
             next(pieces)

@@ -6,87 +6,175 @@ import asyncio
 import errno
 import logging
 import socket
-from contextlib import AsyncExitStack
+import ssl
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.logging import RichHandler
 
 from e2sci.cli.common import (
     Address,
     BadInput,
+    Seconds,
     friendly,
-    listen_options,
-    load,
-    model_options,
+    listen_option,
     refuse_remote,
-    stderr,
 )
+from e2sci.cli.keys import DEFAULT as DEFAULT_KEYS
+from e2sci.cli.target import target, target_options
 from e2sci.decoding.credit import Credit
 from e2sci.decoding.predictor import NetworkPredictor
-from e2sci.engines.base import Engine
-from e2sci.engines.load import DEFAULT
+from e2sci.runtime.admission import Limits
 from e2sci.runtime.cloud import Cloud
-from e2sci.server.cloud_app import listening, until_signalled
+from e2sci.server import logs
+from e2sci.server.cloud_app import listening, tls_context, until_signalled
+from e2sci.server.door import CONNECTIONS
+from e2sci.server.keys import Keys
 from e2sci.session.cloud import CloudSession
+
+log = logging.getLogger("e2sci.cloud")
+
+_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--model", default=DEFAULT, show_default=True, help="The target model.")
-@listen_options("127.0.0.1:7071")
+@target_options
+@listen_option("127.0.0.1:7071")
 @click.option(
-    "--slots",
-    type=click.IntRange(1, 256),
-    default=4,
+    "--keys",
+    "key_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_flag=False,
+    flag_value=str(DEFAULT_KEYS),
+    metavar="[FILE]",
+    help="Let in only who has a key of `e2sci keys`; without FILE, from where these go.",
+)
+@click.option("--tls-cert", type=_file, help="Serve wss:// with this certificate (PEM, chain).")
+@click.option("--tls-key", type=_file, help="Its private key (PEM, without a password).")
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Let --listen take other than loopback without keys or TLS.",
+)
+@click.option(
+    "--waiting",
+    type=click.IntRange(0, 1 << 16),
+    default=Limits.waiting,
     show_default=True,
-    help="Requests at once; each has a context of its own.",
+    help="Requests that may stand in line for a place.",
 )
 @click.option(
-    "--predictor",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A calibrated predictor (.npz) for elastic thresholds.",
+    "--connections",
+    type=click.IntRange(1, 1 << 16),
+    default=CONNECTIONS,
+    show_default=True,
+    help="Edges connected at once.",
 )
-@click.option("--verbose", is_flag=True, help="Log connections and refusals.")
-@model_options(4096)
+@click.option(
+    "--drain",
+    type=Seconds(0, 86400),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
+)
+@click.option(
+    "--calibration",
+    type=_file,
+    help="Take the predictor for elastic thresholds from a file of `e2sci calibrate`.",
+)
+@click.option("--predictor", type=_file, help="The same from an .npz file.")
+@click.option(
+    "--log",
+    "log_format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Lines for people, or a JSON object an event.",
+)
+@click.option("--verbose", is_flag=True, help="Log connections, requests and refusals.")
 def cloud(
-    model: str,
     listen: Address,
-    slots: int,
+    key_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    insecure: bool,
+    waiting: int,
+    connections: int,
+    drain: float,
+    calibration: Path | None,
     predictor: Path | None,
-    allow_remote: bool,
+    log_format: logs.Format,
     verbose: bool,
-    context: int,
-    threads: int | None,
-    gpu_layers: int,
+    **model: Any,
 ) -> None:
     """Serve the target model to edges.
 
     It measures its own pass times at start, says where it listens, and runs until Ctrl-C or
-    SIGTERM. There is no authentication yet: keep it on loopback, or behind a tunnel.
+    SIGTERM. Then it takes no new request and lets those under way end; a second signal ends it at
+    once. Other machines are let in only with keys and TLS, unless you say --insecure.
 
     \b
     e2sci cloud
     e2sci cloud --model my-model.gguf --gpu-layers -1 --slots 16
+    e2sci cloud --listen 0.0.0.0:7071 --keys --tls-cert cert.pem --tls-key key.pem --log json
+    e2sci cloud --engine vllm --url http://127.0.0.1:8000 --tokenizer Qwen/Qwen2.5-7B --slots 32
     """
-    refuse_remote(listen, allow_remote)
+    wanted = {"--keys": key_file, "--tls-cert": tls_cert}
+    if missing := [name for name, given in wanted.items() if given is None]:
+        refuse_remote(listen, "--insecure", insecure, missing)
+    with friendly():
+        keys = Keys.load(key_file) if key_file else None
+        tls = _tls(tls_cert, tls_key)
+        credit = partial(Credit, predictor=_predictor(calibration, predictor))
     _require_free(listen)
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", handlers=[RichHandler(console=stderr)])
-    logging.getLogger("websockets").setLevel(logging.ERROR)
-    engine = load(
-        model, "target", context=context, threads=threads, gpu_layers=gpu_layers, slots=slots
-    )
+    as_json = log_format == "json"
+    logs.set_up(log_format, logging.INFO if verbose or as_json else logging.WARNING)
+    if missing and not listen.loopback:
+        log.warning("open to other machines without %s", " and ".join(missing))
+    engine = target(**model)
     try:
         with friendly():
-            network = NetworkPredictor.load(predictor) if predictor else None
-            credit = partial(Credit, predictor=network)
-            served = Cloud(engine, session=partial(CloudSession, credit=credit))
-        asyncio.run(_run(served, engine, listen))
+            served = Cloud(
+                engine,
+                session=partial(CloudSession, credit=credit),
+                limits=Limits(waiting=waiting),
+            )
+        announce = _log_start if as_json else _echo_start
+        where = partial(listening, keys=keys, tls=tls, connections=connections)
+        scheme = "wss" if tls else "ws"
+        asyncio.run(
+            _run(served, listen, where, drain, lambda at: announce(served, f"{scheme}://{at}"))
+        )
     except KeyboardInterrupt:
         pass
     finally:
         engine.close()
+
+
+def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if (cert is None) != (key is None):
+        raise BadInput("--tls-cert and --tls-key go together")
+    return tls_context(cert, key) if cert and key else None
+
+
+def _predictor(calibration: Path | None, file: Path | None) -> NetworkPredictor | None:
+    """The predictor of whichever is given. Raises ValueError."""
+    if calibration is None:
+        return NetworkPredictor.load(file) if file else None
+    if file is not None:
+        raise BadInput("--calibration has a predictor of its own; drop --predictor")
+    from e2sci.evaluation.calibration import Calibration  # only here: not light
+
+    network = Calibration.load(calibration).network()
+    if network is None:
+        raise BadInput(
+            f"{calibration} has no predictor, since none proved better than going without; "
+            "drop --calibration"
+        )
+    return network
 
 
 def _require_free(listen: Address) -> None:
@@ -104,16 +192,31 @@ def _cannot_listen(listen: Address, error: OSError) -> BadInput:
     return BadInput(f"can't listen on {listen}: {reason}")
 
 
-async def _run(cloud: Cloud, engine: Engine, listen: Address) -> None:
+async def _run(
+    cloud: Cloud,
+    listen: Address,
+    serve: Callable[[Cloud, str, int], AbstractAsyncContextManager[int]],
+    drain: float,
+    announce: Callable[[Address], None],
+) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(cloud)
         try:
-            port = await stack.enter_async_context(listening(cloud, *listen))
+            port = await stack.enter_async_context(serve(cloud, *listen))
         except OSError as error:
             raise _cannot_listen(listen, error) from None
-        assert cloud.times is not None
-        times = ", ".join(f"{n}: {ms:.0f}" for n, ms in cloud.times.points)
-        click.echo(f"pass times in ms by tokens — {times}", err=True)
-        where = Address(listen.host, port)
-        click.echo(f"{engine.info.name} listens on ws://{where}; Ctrl-C ends it", err=True)
-        await until_signalled()
+        announce(Address(listen.host, port))
+        await until_signalled(cloud, drain)
+
+
+def _echo_start(cloud: Cloud, url: str) -> None:
+    assert cloud.times is not None
+    times = ", ".join(f"{n}: {ms:.0f}" for n, ms in cloud.times.points)
+    click.echo(f"pass times in ms by tokens — {times}", err=True)
+    click.echo(f"{cloud.engine.info.name} listens on {url}; Ctrl-C ends it", err=True)
+
+
+def _log_start(cloud: Cloud, url: str) -> None:
+    assert cloud.times is not None
+    model, times = cloud.engine.info.name, cloud.times.points
+    log.info("listening", extra={"url": url, "model": model, "pass_ms": times})

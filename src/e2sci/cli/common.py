@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +44,16 @@ def friendly() -> Iterator[None]:
         raise BadInput(str(error)) from error
 
 
+class Seconds(click.FloatRange):
+    """A range of numbers that NaN does not lie in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is no number of seconds", param, ctx)
+        return number
+
+
 class Address(NamedTuple):
     host: str
     port: int
@@ -69,32 +79,25 @@ def address(value: str) -> Address:
     return Address(host, int(port))
 
 
-def listen_options(default: str) -> Callable[[F], F]:
-    """The options of every command that listens; `refuse_remote` compares the two."""
-
-    def add(command: F) -> F:
-        remote = click.option(
-            "--allow-remote", is_flag=True, help="Let --listen take other than loopback."
-        )
-        listen = click.option(
-            "--listen",
-            type=address,
-            metavar="HOST:PORT",
-            default=default,
-            show_default=True,
-            help="Where edges connect; port 0 takes any free one.",
-        )
-        return listen(remote(command))
-
-    return add
+def listen_option(default: str) -> Callable[[F], F]:
+    """Where a command listens; see `refuse_remote`."""
+    return click.option(
+        "--listen",
+        type=address,
+        metavar="HOST:PORT",
+        default=default,
+        show_default=True,
+        help="Where edges connect; port 0 takes any free one.",
+    )
 
 
-def refuse_remote(listen: Address, allowed: bool) -> None:
-    """Only loopback unless the user says so. Raises BadInput."""
-    if not listen.loopback and not allowed:
-        raise BadInput(
-            f"--listen {listen} is open to other machines; add --allow-remote to mean it"
-        )
+def refuse_remote(listen: Address, flag: str, meant: bool, missing: Sequence[str] = ()) -> None:
+    """Only loopback unless `flag` is given, which is what `meant` says. Raises BadInput, naming
+    what is `missing` for a safe one."""
+    if listen.loopback or meant:
+        return
+    without = f" without {' and '.join(missing)}" if missing else ""
+    raise BadInput(f"--listen {listen} is open to other machines{without}; add {flag} to mean it")
 
 
 @contextmanager

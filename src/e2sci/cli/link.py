@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.filesize import decimal
 
-from e2sci.cli.common import Address, BadInput, address, listen_options, refuse_remote
+from e2sci.cli.common import Address, BadInput, address, listen_option, refuse_remote
 from e2sci.emulation.link import LINKS, Link, LinkProfile, OutageMode
 
 REFRESH_S = 0.25
@@ -29,7 +29,8 @@ def outage(value: str) -> tuple[float, float]:
 
 
 @click.command()
-@listen_options("127.0.0.1:7070")
+@listen_option("127.0.0.1:7070")
+@click.option("--allow-remote", is_flag=True, help="Let --listen take other than loopback.")
 @click.option(
     "--to", type=address, metavar="HOST:PORT", required=True, help="Where the cloud listens."
 )
@@ -95,7 +96,7 @@ def link(
         outage_mode=outage_mode,
         seed=seed,
     )
-    refuse_remote(listen, allow_remote)
+    refuse_remote(listen, "--allow-remote", allow_remote)
     if to.port == 0 or to == listen:
         raise BadInput(f"--to {to} can't be reached; give the port the cloud listens on")
     proxy = Link(*to, profile, host=listen.host, port=listen.port)

@@ -1,0 +1,673 @@
+"""The front door: keys, TLS, pages, bounds and draining, on real loopback sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import trustme
+from click.testing import CliRunner
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidMessage, InvalidStatus
+
+from e2sci.cli import main
+from e2sci.decoding.distribution import pack_ids, unpack_ids
+from e2sci.engines.synthetic import EOS, SyntheticConfig
+from e2sci.runtime.cloud import Cloud
+from e2sci.server import cloud_app, door
+from e2sci.server import keys as store
+from e2sci.server.cloud_app import listening, tls_context
+from e2sci.server.keys import Keys
+from e2sci.session.messages import (
+    MAX_FRAME,
+    Cancel,
+    Error,
+    Finished,
+    Open,
+    Opened,
+    Verdict,
+)
+from live import (
+    HOST,
+    TIMES,
+    RawClient,
+    Watched,
+    cached,
+    ended,
+    idle,
+    listens,
+    process,
+    target,
+    until,
+)
+
+
+@asynccontextmanager
+async def front(engine=None, *, limits=None, **options):
+    """A cloud behind its door; at the end nothing may be left in it."""
+    engine = engine or target()
+    async with Cloud(engine, times=TIMES, limits=limits) as cloud:
+        async with listening(cloud, HOST, 0, **options) as port:
+            yield SimpleNamespace(cloud=cloud, port=port, at=f"{HOST}:{port}")
+        await idle(cloud)
+        assert cached(engine) == 0
+
+
+@asynccontextmanager
+async def client(place, key=None, *, scheme="ws", greet=True, path="/", **options):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{scheme}://{place.at}{path}"
+    async with connect(
+        url, additional_headers=headers, compression=None, max_size=None, close_timeout=1, **options
+    ) as socket:
+        raw = RawClient(socket)
+        if greet:
+            await raw.hello()
+        yield raw
+
+
+def opening(request=1, *, tokens=2000, prompt=(104, 105), **fields):
+    return Open(
+        request=request,
+        prompt=pack_ids(prompt),
+        max_tokens=tokens,
+        drafting=False,
+        sampling={"logit_bias": {EOS: -100.0}},
+        **fields,
+    )
+
+
+async def answered(raw, message):
+    """The first message that a request is answered with."""
+    await raw.send(message)
+    return await raw.receive()
+
+
+async def finished(raw):
+    """Read to the end of a request; (tokens, reason)."""
+    tokens = 0
+    while True:
+        match await raw.receive():
+            case Verdict(ids=ids):
+                tokens += len(unpack_ids(ids, len(ids)))
+            case Finished(reason=reason):
+                return tokens, reason
+            case Error() as error:
+                return tokens, error.code
+
+
+async def get(place, path, key=None, *, method="GET", scheme="http", **options):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(trust_env=False, **options) as http:
+        return await http.request(method, f"{scheme}://{place.at}{path}", headers=headers)
+
+
+async def turned_away(place, headers):
+    """The HTTP response to a WebSocket that was not let in."""
+    with pytest.raises(InvalidStatus) as refused:
+        async with connect(f"ws://{place.at}", additional_headers=headers):
+            pass
+    return refused.value.response
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "keys.json"
+
+
+@pytest.fixture
+def alice(path):
+    return store.add(path, "alice")
+
+
+# ---- keys -------------------------------------------------------------------------------------
+
+
+async def test_who_has_no_key_in_force_is_told_so_in_the_same_words(path, alice):
+    _, text = alice
+    revoked, old = store.add(path, "bob")
+    store.revoke(path, revoked.id)
+    wrong = text[:-4] + "beef" if not text.endswith("beef") else text[:-4] + "cafe"
+    async with front(keys=Keys.load(path)) as place:
+        bodies = set()
+        for headers in (
+            {},
+            {"Authorization": ""},
+            {"Authorization": text},
+            {"Authorization": f"Basic {text}"},
+            {"Authorization": "Bearer"},
+            {"Authorization": f"Bearer {wrong}"},
+            {"Authorization": f"Bearer {old}"},
+            {"Authorization": f"Bearer {text} {text}"},
+            [("Authorization", f"Bearer {text}"), ("Authorization", f"Bearer {text}")],
+        ):
+            response = await turned_away(place, headers)
+            assert response.status_code == 401
+            assert response.headers["WWW-Authenticate"].startswith("Bearer")
+            assert response.headers["Content-Type"] == "application/json"
+            bodies.add(bytes(response.body))
+        [body] = bodies
+        assert json.loads(body)["error"] == "unauthorized"
+        assert body.count(b"\n") == 1
+        errors = place.cloud.metrics.registry.get_sample_value
+        assert errors("e2sci_errors_total", {"code": "unauthorized"}) == 9
+        for scheme in ("Bearer", "bearer"):
+            async with connect(
+                f"ws://{place.at}", additional_headers={"Authorization": f"{scheme} {text}"}
+            ) as socket:
+                await RawClient(socket).hello()
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+async def test_sessions_below_at_and_above_the_keys(path, allowed):
+    """On one connection or on several: the key counts."""
+    _, text = store.add(path, "alice", sessions=allowed)
+    engine = Watched(SyntheticConfig(seed=11), seconds=0.002)
+    async with (
+        front(engine, keys=Keys.load(path)) as place,
+        client(place, text) as one,
+        client(place, text) as two,
+        client(place, text) as three,
+    ):
+        for number, raw in zip(range(1, allowed + 1), (one, two), strict=False):
+            assert isinstance(await answered(raw, opening(number, tokens=3000)), Opened)
+        error = await answered(three, opening())
+        assert (error.code, error.request, error.retryable) == ("limited", 1, True)
+        assert error.retry_after_s > 0
+        await one.send(Cancel(request=1))
+        assert (await finished(one))[1] == "cancelled"
+        assert isinstance(await answered(three, opening(2)), Opened)
+
+
+async def test_tokens_a_minute_are_paid_behind(path):
+    _, text = store.add(path, "alice", tokens_per_minute=60)
+    async with front(keys=Keys.load(path)) as place, client(place, text) as raw:
+        await raw.send(opening(1, tokens=20))
+        assert await finished(raw) == (20, "length")
+        await raw.send(opening(2, tokens=60))  # beyond the minute, but it began within it
+        assert await finished(raw) == (60, "length")
+        error = await answered(raw, opening(3, tokens=1))
+        assert (error.code, error.retryable) == ("limited", True)
+        assert 0 < error.retry_after_s < 60
+
+
+@pytest.mark.parametrize(("prompt", "code"), [(8, None), (9, None), (10, "too_long")])
+async def test_the_keys_context(path, prompt, code):
+    _, text = store.add(path, "alice", context=10)
+    async with front(keys=Keys.load(path)) as place, client(place, text) as raw:
+        said = await answered(raw, opening(prompt=(104,) * prompt))
+        if code:
+            assert said.code == code
+        else:
+            assert said.limit == 10 - prompt
+
+
+async def test_no_key_reaches_another_ones_requests(path):
+    """Request numbers are a connection's own: what is said of 1 here is not about 1 there."""
+    _, a = store.add(path, "alice")
+    _, b = store.add(path, "bob")
+    engine = Watched(SyntheticConfig(seed=11), seconds=0.002)
+    async with (
+        front(engine, keys=Keys.load(path)) as place,
+        client(place, a) as alice,
+        client(place, b) as bob,
+    ):
+        assert isinstance(await answered(alice, opening(1, tokens=60)), Opened)
+        await bob.send(Cancel(request=1))
+        assert isinstance(await answered(bob, opening(1, tokens=5)), Opened)
+        assert await finished(bob) == (5, "length")
+        await bob.send(Cancel(request=1))
+        assert await finished(alice) == (60, "length")
+
+
+async def test_a_revoked_key_ends_what_is_open_and_nothing_else(path, monkeypatch):
+    monkeypatch.setattr(door, "REVOKED_SECONDS", 0.05)
+    key, a = store.add(path, "alice")
+    _, b = store.add(path, "bob")
+    engine = Watched(SyntheticConfig(seed=11), seconds=0.002)
+    async with (
+        front(engine, keys=Keys.load(path)) as place,
+        client(place, a) as alice,
+        client(place, b) as bob,
+    ):
+        await answered(alice, opening())
+        await answered(bob, opening(tokens=300))
+        store.revoke(path, key.id)
+        assert await alice.closed() == 1008
+        assert alice.socket.close_reason == "its key is revoked"
+        await until(lambda: place.cloud.scheduler.busy == 1, 10)
+        assert (await turned_away(place, {"Authorization": f"Bearer {a}"})).status_code == 401
+        assert await finished(bob) == (300, "length")
+
+
+async def test_a_new_key_works_without_a_restart(path, alice):
+    async with front(keys=Keys.load(path)) as place, client(place, alice[1]) as before:
+        _, text = store.add(path, "bob")
+        async with client(place, text) as raw:
+            await raw.send(opening(tokens=3))
+            assert await finished(raw) == (3, "length")
+        path.write_text("damaged")
+        async with client(place, text):
+            pass
+        await before.send(opening(tokens=3))
+        assert await finished(before) == (3, "length")
+
+
+async def test_without_keys_everyone_comes_in():
+    async with front() as place, client(place, "anything"), client(place):
+        assert (await get(place, "/metrics")).status_code == 200
+
+
+# ---- pages ------------------------------------------------------------------------------------
+
+
+async def curl(*args):
+    """A page as curl sees it: (status, body)."""
+    process = await asyncio.create_subprocess_exec(
+        "curl", "-sS", "-m", "20", "--noproxy", "*", "-w", "\n%{http_code}", *args,
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    body, _, status = out.decode().rpartition("\n")
+    return int(status), body
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not there")
+@pytest.mark.parametrize("secure", [False, True])
+async def test_health_checks_work_with_keys_on(path, alice, tmp_path, secure):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    options = {"tls": served(authority, tmp_path)} if secure else {}
+    scheme = "https" if secure else "http"
+    ca = ("--cacert", str(tmp_path / "ca.pem"))
+    async with front(keys=Keys.load(path), **options) as place:
+        root = f"{scheme}://{place.at}"
+        assert await curl(*ca, f"{root}/healthz") == (200, "ok\n")
+        assert await curl(*ca, f"{root}/readyz?x=1") == (200, "ready\n")
+        assert (await curl(*ca, f"{root}/metrics"))[0] == 401
+        with_key = ("-H", f"Authorization: Bearer {alice[1]}")
+        status, body = await curl(*ca, *with_key, f"{root}/metrics")
+        assert status == 200
+        assert "e2sci_connections 0.0\n" in body
+
+
+async def test_pages_and_what_is_none(path, alice):
+    async with front(keys=Keys.load(path)) as place:
+        for page, status in {
+            "/healthz": 200, "/readyz": 200, "/metrics": 401, "/": 426, "/favicon.ico": 404,
+            "/healthz/": 404, "//healthz": 404, "/metrics%00": 404,
+        }.items():  # fmt: skip
+            response = await get(place, page)
+            assert response.status_code == status, page
+            assert response.text.count("\n") == 1
+            head = await get(place, page, method="HEAD")
+            assert (head.status_code, head.content) == (status, b"")
+            assert head.headers["Content-Length"] == response.headers["Content-Length"]
+            assert response.headers["Connection"] == "close"
+            assert "Server" not in response.headers
+        assert (await get(place, "/")).headers["Upgrade"] == "websocket"
+        metrics = await get(place, "/metrics", alice[1])
+        assert metrics.headers["Content-Type"].startswith("text/plain")
+        head = await get(place, "/metrics", alice[1], method="HEAD")
+        assert (head.status_code, head.content) == (200, b"")
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            response = await get(place, "/healthz", method=method)
+            assert (response.status_code, response.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("at", ["/", "/v1/cloud?x", "/healthz"])
+async def test_a_websocket_comes_in_at_any_path(at):
+    async with front() as place, client(place, path=at) as raw:
+        await raw.send(opening(tokens=3))
+        assert await finished(raw) == (3, "length")
+
+
+async def test_it_is_not_ready_while_the_engine_fails():
+    broken = []
+
+    def fail(_):
+        if broken:
+            raise RuntimeError("out of memory")
+
+    async with front(Watched(hook=fail)) as place, client(place) as raw:
+        broken.append(True)
+        await raw.send(opening())
+        assert (await finished(raw))[1] == "engine"
+        response = await get(place, "/readyz")
+        assert (response.status_code, response.text) == (503, "the engine fails\n")
+        assert (await get(place, "/healthz")).status_code == 200
+        broken.clear()
+        await raw.send(opening(2, tokens=3))
+        assert await finished(raw) == (3, "length")
+        assert (await get(place, "/readyz")).status_code == 200
+
+
+async def test_a_failure_is_not_held_against_it_for_ever(monkeypatch):
+    def fail(_):
+        raise RuntimeError("out of memory")
+
+    async with front(Watched(hook=fail)) as place, client(place) as raw:
+        await raw.send(opening())
+        await finished(raw)
+        assert (await get(place, "/readyz")).status_code == 503
+        monkeypatch.setattr("e2sci.runtime.cloud.FAILED_SECONDS", 0.0)
+        assert (await get(place, "/readyz")).status_code == 200
+
+
+async def to_the_end(reader):
+    """All that comes, until the other end closes or breaks off."""
+    with suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), 20)
+    return b""
+
+
+# ---- bounds -----------------------------------------------------------------------------------
+
+
+async def test_connections_at_and_above_their_bound():
+    async with front(connections=2) as place, AsyncExitStack() as stack:
+        await stack.enter_async_context(client(place))
+        leaving = AsyncExitStack()
+        await leaving.enter_async_context(client(place))
+        response = await turned_away(place, {})
+        assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+        assert json.loads(response.body)["error"] == "service_unavailable"
+        assert (await get(place, "/healthz")).status_code == 200
+        await leaving.aclose()
+        await stack.enter_async_context(client(place))
+
+
+async def test_tcp_connections_at_and_above_their_bound(monkeypatch):
+    monkeypatch.setattr(door, "PASSERS_BY", 1)
+    async with front(connections=1) as place, AsyncExitStack() as stack:
+        await stack.enter_async_context(client(place))
+        reader, writer = await asyncio.open_connection(HOST, place.port)
+        beyond, other = await asyncio.open_connection(HOST, place.port)
+        assert await to_the_end(beyond) == b""
+        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert (await to_the_end(reader)).endswith(b"ok\n")
+        writer.close()
+        other.close()
+
+
+async def test_who_is_slow_at_the_door_is_sent_away(monkeypatch):
+    """A byte now and then does not buy more time, and holds nobody else up."""
+    monkeypatch.setattr(cloud_app, "OPEN_SECONDS", 0.5)
+    async with front() as place:
+        reader, writer = await asyncio.open_connection(HOST, place.port)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        ended = asyncio.create_task(to_the_end(reader))
+        sent = 0
+        while not ended.done() and sent < 1000:
+            writer.write(b"X")
+            sent += 1
+            await asyncio.sleep(0.01)
+            if sent == 10:
+                async with client(place) as raw:
+                    await raw.send(opening(tokens=3))
+                    assert await finished(raw) == (3, "length")
+        assert sent < 1000
+        assert await ended == b""
+        writer.close()
+
+
+async def test_who_says_nothing_at_the_door_does_not_delay_the_end(monkeypatch):
+    monkeypatch.setattr(cloud_app, "OPEN_SECONDS", 600)
+    async with asyncio.timeout(60):
+        async with front() as place:
+            reader, writer = await asyncio.open_connection(HOST, place.port)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            async with client(place):
+                pass
+        assert await to_the_end(reader) == b""
+        writer.close()
+
+
+async def test_headers_at_and_above_their_bounds():
+    async with front() as place:
+        for lines, status in (
+            (["X: " + "x" * 8187], 200),
+            (["X: " + "x" * 8190], 431),
+            (["X: x"] * 128, 200),
+            (["X: x"] * 129, 431),
+        ):
+            reader, writer = await asyncio.open_connection(HOST, place.port)
+            writer.write("\r\n".join(["GET /healthz HTTP/1.1", *lines, "", ""]).encode())
+            answer = await to_the_end(reader)
+            assert answer.startswith(b"HTTP/1.1 %d" % status), (status, answer)
+            writer.close()
+
+
+@pytest.mark.parametrize(("size", "ended"), [(MAX_FRAME, 1000), (MAX_FRAME + 1, 1009)])
+async def test_frames_at_and_above_their_bound(size, ended):
+    async with front() as place, client(place) as raw:
+        await raw.send(b"\xc1" * size)
+        if ended == 1000:
+            assert (await raw.receive()).code == "malformed"
+        assert await raw.closed() == ended
+
+
+# ---- TLS --------------------------------------------------------------------------------------
+
+
+def served(authority, folder, *names):
+    """A server's context with a certificate for this machine."""
+    cert = authority.issue_cert(*(names or (HOST,)))
+    cert.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    cert.private_key_pem.write_to_path(folder / "key.pem")
+    return tls_context(folder / "cert.pem", folder / "key.pem")
+
+
+def trusting(authority):
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+async def test_wss_with_a_key(path, alice, tmp_path):
+    authority = trustme.CA()
+    trust = trusting(authority)
+    tls = served(authority, tmp_path)
+    async with front(keys=Keys.load(path), tls=tls) as place:
+        async with client(place, alice[1], scheme="wss", ssl=trust) as raw:
+            version = raw.socket.transport.get_extra_info("ssl_object").version()
+            assert version in ("TLSv1.2", "TLSv1.3")
+            await raw.send(opening(tokens=3))
+            assert await finished(raw) == (3, "length")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            async with client(place, alice[1], scheme="wss", ssl=ssl.create_default_context()):
+                pass
+        with pytest.raises((InvalidMessage, ConnectionError)):
+            async with client(place, alice[1], scheme="ws"):
+                pass
+        response = await get(place, "/readyz", scheme="https", verify=trust)
+        assert response.text == "ready\n"
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1:DeprecationWarning")
+async def test_old_tls_is_refused(tmp_path):
+    authority = trustme.CA()
+    tls = served(authority, tmp_path)
+    async with front(tls=tls) as place:
+        assert tls.minimum_version == ssl.TLSVersion.TLSv1_2
+        for version, fine in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True)):
+            trust = trusting(authority)
+            trust.minimum_version = trust.maximum_version = version
+            if fine:
+                async with client(place, scheme="wss", ssl=trust):
+                    pass
+            else:
+                with pytest.raises((ssl.SSLError, OSError)):
+                    async with client(place, scheme="wss", ssl=trust):
+                        pass
+
+
+def test_certificates_and_keys_that_do_not_work(tmp_path):
+    authority = trustme.CA()
+    served(authority, tmp_path)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    other, nowhere, junk, locked = (tmp_path / n for n in ("other", "nowhere", "junk", "locked"))
+    authority.issue_cert(HOST).private_key_pem.write_to_path(other)
+    junk.write_text("junk")
+    from cryptography.hazmat.primitives import serialization as s
+
+    plain = s.load_pem_private_key(key.read_bytes(), None)
+    secret = s.BestAvailableEncryption(b"secret")
+    locked.write_bytes(
+        plain.private_bytes(s.Encoding.PEM, s.PrivateFormat.TraditionalOpenSSL, secret)
+    )
+    for pair, words in {
+        (cert, nowhere): "can't read .*nowhere: No such file",
+        (nowhere, key): "can't read .*nowhere: No such file",
+        (cert, tmp_path): "can't read .*: Is a directory",
+        (cert, other): "the key .*other is not that of the certificate",
+        (cert, locked): "locked is encrypted",
+        (junk, key): "no certificate and key in PEM form",
+        (cert, junk): "no certificate and key in PEM form",
+        (key, cert): "no certificate and key in PEM form",
+    }.items():
+        with pytest.raises(ValueError, match=words) as error:
+            tls_context(*pair)
+        assert "\n" not in str(error.value)
+
+
+# ---- draining ---------------------------------------------------------------------------------
+
+ENDLESS = ("--model", "synthetic:seed=11,eos_bias=-20", "--listen", f"{HOST}:0")
+
+
+@asynccontextmanager
+async def served_by_a_process(*args):
+    """`e2sci cloud` as it is run: (place, child)."""
+    with process("cloud", *ENDLESS, *args) as child:
+        url = await asyncio.to_thread(listens, child)
+        yield SimpleNamespace(at=url.removeprefix("ws://")), child
+
+
+async def not_ready(place):
+    for _ in range(2000):
+        if (await get(place, "/readyz")).status_code == 503:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it stays ready")
+
+
+async def test_a_drained_cloud_lets_what_is_under_way_end():
+    engine = Watched(SyntheticConfig(seed=11), seconds=0.01)
+    async with front(engine) as place, client(place) as raw, client(place) as other:
+        assert isinstance(await answered(raw, opening(tokens=60)), Opened)
+        draining = asyncio.create_task(place.cloud.drain(60))
+        await asyncio.sleep(0)
+        response = await get(place, "/readyz")
+        assert (response.status_code, response.text) == (503, "draining\n")
+        assert (await get(place, "/healthz")).status_code == 200
+        error = await answered(other, opening())
+        assert (error.code, error.retryable) == ("draining", True)
+        assert await finished(raw) == (60, "length")
+        assert await draining
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains(number):
+    async with served_by_a_process("--drain", "60") as (place, child), client(place) as raw:
+        await answered(raw, opening(tokens=3000))
+        child.send_signal(number)
+        await not_ready(place)
+        assert await finished(raw) == (3000, "length")
+        assert await raw.closed() == 1001
+        code, out, lines = await asyncio.to_thread(ended, child)
+        assert (code, out) == (0, "")
+        assert "draining, for 60 s at most" in " ".join(lines)
+
+
+async def test_a_second_signal_ends_it_at_once():
+    async with served_by_a_process("--drain", "600") as (place, child), client(place) as raw:
+        await answered(raw, opening(tokens=4000))
+        child.send_signal(signal.SIGTERM)
+        await not_ready(place)
+        child.send_signal(signal.SIGTERM)
+        assert await raw.closed() == 1001
+        assert (await asyncio.to_thread(ended, child))[0] == 0
+
+
+async def test_draining_ends_with_its_time():
+    async with served_by_a_process("--drain", "0.2") as (place, child), client(place) as raw:
+        await answered(raw, opening(tokens=4000))
+        child.send_signal(signal.SIGTERM)
+        assert await raw.closed() == 1001
+        assert (await asyncio.to_thread(ended, child))[0] == 0
+
+
+async def test_an_idle_cloud_ends_at_once():
+    async with served_by_a_process("--drain", "600") as (place, child), client(place) as raw:
+        child.send_signal(signal.SIGTERM)
+        assert await raw.closed() == 1001
+        assert await asyncio.to_thread(ended, child) == (0, "", [])
+
+
+# ---- e2sci cloud ------------------------------------------------------------------------------
+
+
+async def test_the_commands_keys_and_bounds(path, alice):
+    args = ("--keys", str(path), "--slots", "1", "--waiting", "0", "--connections", "2")
+    async with (
+        served_by_a_process(*args, "--drain", "0") as (place, _),
+        client(place, alice[1]) as one,
+        client(place, alice[1]) as two,
+    ):
+        assert (await turned_away(place, {})).status_code == 401
+        headers = {"Authorization": f"Bearer {alice[1]}"}
+        assert (await turned_away(place, headers)).status_code == 503
+        assert isinstance(await answered(one, opening(tokens=4000)), Opened)
+        assert (await answered(two, opening())).code == "busy"
+
+
+async def test_the_commands_tls_and_json(path, alice, tmp_path):
+    authority = trustme.CA()
+    served(authority, tmp_path)
+    args = ("--keys", str(path), "--log", "json", "--drain", "0")
+    tls = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    with process("cloud", *ENDLESS, *args, *tls) as child:
+        said = json.loads(await asyncio.to_thread(child.stderr.readline))
+        assert (said["event"], said["model"]) == ("listening", "synthetic")
+        place = SimpleNamespace(at=said["url"].removeprefix("wss://"))
+        async with client(place, alice[1], scheme="wss", ssl=trusting(authority)) as raw:
+            await raw.send(opening(tokens=3, id="ab" * 16))
+            assert await finished(raw) == (3, "length")
+        child.send_signal(signal.SIGTERM)
+        code, _, lines = await asyncio.to_thread(ended, child)
+        assert code == 0
+        events = [json.loads(line) for line in lines]
+        [request] = [e["request"] for e in events if e["event"] == "request ended: length"]
+        assert request["id"] == "ab" * 16
+        assert request["client"] == f"alice/{alice[0].id}"
+        assert alice[1] not in "".join(lines)
+
+
+def cloud(*args):
+    done = CliRunner().invoke(main, ["cloud", "--model", "synthetic", *args])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
+    return done.stderr
+
+
+def test_mistakes_at_the_command_line(path, tmp_path):
+    some = tmp_path / "some.pem"
+    some.write_text("junk")
+    assert "e2sci keys add NAME" in cloud("--keys", str(path))
+    assert "go together" in cloud("--tls-cert", str(some))
+    assert "go together" in cloud("--tls-key", str(some))
+    assert "PEM form" in cloud("--tls-cert", str(some), "--tls-key", str(some))
+    assert "no calibration" in cloud("--calibration", str(some))
+    assert "drop --predictor" in cloud("--calibration", str(some), "--predictor", str(some))
+    for flags in ("--waiting -1", "--connections 0", "--drain -1", "--drain nan", "--log xml"):
+        assert flags.split()[0] in cloud(*flags.split())
+    store.add(path, "alice")
+    path.write_text("{")
+    assert "damaged" in cloud("--keys", str(path))
