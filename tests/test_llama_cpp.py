@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from e2sci.decoding.distribution import Dense, Distribution
-from e2sci.engines import catalog, llama_cpp
+from e2sci.engines import catalog, llama_library
 from e2sci.engines.base import ContextFull, EngineError, Step, fingerprint, text_of
 from e2sci.engines.llama_cpp import LlamaCpp
 
@@ -27,9 +28,9 @@ Make = Callable[..., LlamaCpp]
 # --- a tiny model -------------------------------------------------------------------------------
 
 
-def gguf(path: Path, *, add_bos: bool = False) -> Path:
+def gguf(path: Path, *, add_bos: bool = False, unused: str = "<a>") -> Path:
     """Two random layers over the 256 bytes, an end token, and padding."""
-    tokens = [byte_name(b) for b in range(256)] + ["<|end|>", "<a>", "<b>", "[PAD259]"]
+    tokens = [byte_name(b) for b in range(256)] + ["<|end|>", unused, "<b>", "[PAD259]"]
     kinds = [1] * 256 + [3, 5, 5, 1]  # normal, control, unused, padding by its name
     values: dict[str, Any] = {
         "general.architecture": "llama",
@@ -297,9 +298,9 @@ def test_slots_beyond_the_library_s_limit(make: Make) -> None:
 
 def test_more_memory_than_there_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        llama_cpp._errors.append("ggml_aligned_malloc: insufficient memory (attempted 1 GB)")
+        llama_library.errors.append("ggml_aligned_malloc: insufficient memory (attempted 1 GB)")
 
-    monkeypatch.setattr(llama_cpp._library(), "llama_init_from_model", fail)
+    monkeypatch.setattr(llama_library.library(), "llama_init_from_model", fail)
     with pytest.raises(
         EngineError, match="2 x 50 tokens: not enough memory; use a smaller context"
     ):
@@ -309,9 +310,28 @@ def test_more_memory_than_there_is(make: Make, monkeypatch: pytest.MonkeyPatch) 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", None)
-    llama_cpp._library.cache_clear()
+    llama_library.library.cache_clear()
     with pytest.raises(EngineError, match='pip install "e2sci\\[llama\\]"'):
         LlamaCpp(tmp_path / "any.gguf")
+
+
+@pytest.mark.parametrize(
+    ("built", "wish", "repacks"),
+    [
+        ("AVX2 = 1 | REPACK = 1", None, True),
+        ("AMX_INT8 = 1", None, False),
+        ("AMX_INT8 = 1", "1", True),
+    ],
+)
+def test_amx_kernels_stay_off_unless_asked_for(
+    built: str, wish: str | None, repacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some compilers break them, and the process dies in the first pass."""
+    monkeypatch.delenv("E2SCI_AMX", raising=False)
+    if wish:
+        monkeypatch.setenv("E2SCI_AMX", wish)
+    library = SimpleNamespace(llama_print_system_info=lambda: f"CPU : {built} |".encode())
+    assert llama_library.may_repack(library) is repacks
 
 
 def test_nothing_is_printed(make: Make, capfd: pytest.CaptureFixture[str]) -> None:

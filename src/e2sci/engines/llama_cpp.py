@@ -12,11 +12,9 @@ weights again (windows of 5, 3, 1 and 7 tokens: 459 ms instead of 312).
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,10 @@ from numpy.typing import NDArray
 
 from e2sci.decoding.distribution import Dense, Distribution
 from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step
+from e2sci.engines.llama_library import errors, library, may_repack, reason
 
 _UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED
 _PADDING = re.compile(rb"\[PAD\d+\]")
-
-_errors: list[str] = []  # what the library logged as errors since the last attempt began
 
 
 class LlamaTokenizer:
@@ -101,7 +98,7 @@ class LlamaCpp:
         gpu_layers: int = 0,
         batch: int = 512,
     ) -> None:
-        lib = self._lib = _library()
+        lib = self._lib = library()
         if not 1 <= slots <= lib.llama_max_parallel_sequences():
             raise EngineError(f"llama.cpp holds 1 to {lib.llama_max_parallel_sequences()} slots")
         self.slots = slots
@@ -179,13 +176,13 @@ class LlamaCpp:
 
     def _decode(self, work: NDArray[np.int64]) -> list[NDArray[np.float32]]:
         """Feed one batch; copies of the logits of its flagged columns, in order."""
-        _errors.clear()
+        errors.clear()
         code = self._lib.llama_decode(self._context, self._batch.filled(work))
         if code == 1:
             raise ContextFull("the model's cache is full; raise the context or use fewer slots")
         if code:
-            reason = _errors[0] if _errors else f"code {code}"
-            raise EngineError(f"llama.cpp failed on a pass of {work.shape[1]} tokens: {reason}")
+            why = errors[0] if errors else f"code {code}"
+            raise EngineError(f"llama.cpp failed on a pass of {work.shape[1]} tokens: {why}")
         shape = (self.info.vocab_size,)
         logits = self._lib.llama_get_logits_ith
         return [
@@ -237,29 +234,6 @@ class _Batch:
         return self._struct
 
 
-@cache
-def _library() -> Any:
-    """The C interface, silenced. Raises EngineError if it isn't installed or doesn't load."""
-    # Tiled kernels pad 8 … 15 tokens to 16: 430 ms a pass of 8, 337 without (1.5B Q4_K_M, one core
-    # with AVX-512). They win 7 % on long prompts, which is felt less often. Read once, at start.
-    os.environ.setdefault("GGML_CPU_TILED_MM", "0")
-    try:
-        lib: Any = importlib.import_module("llama_cpp.llama_cpp")
-    except ImportError as error:
-        raise EngineError('llama.cpp is missing; run: pip install "e2sci[llama]"') from error
-    except (OSError, RuntimeError) as error:
-        raise EngineError(f"llama-cpp-python does not load: {error}; reinstall it") from error
-    lib.e2sci_log = lib.llama_log_callback(_log)  # kept: the library goes on calling it
-    lib.llama_log_set(lib.e2sci_log, None)
-    lib.llama_backend_init()
-    return lib
-
-
-def _log(level: int, text: bytes, _: object) -> None:
-    if level == 4 and len(_errors) < 100:  # GGML_LOG_LEVEL_ERROR
-        _errors.append(text.decode("utf-8", errors="replace").strip())
-
-
 def _load(lib: Any, path: Path, gpu_layers: int) -> Any:
     """The model in `path`. Raises EngineError."""
     try:
@@ -273,10 +247,11 @@ def _load(lib: Any, path: Path, gpu_layers: int) -> Any:
         raise EngineError("this llama.cpp is built for CPUs only; use 0 GPU layers")
     params = lib.llama_model_default_params()  # its defaults map the file and repack weights
     params.n_gpu_layers = gpu_layers
-    _errors.clear()
+    params.use_extra_bufts = may_repack(lib)
+    errors.clear()
     model = lib.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise EngineError(f"can't load {path}: {_reason()}")
+        raise EngineError(f"can't load {path}: {reason()}")
     if lib.llama_model_has_encoder(model) or not lib.llama_model_has_decoder(model):
         lib.llama_model_free(model)
         raise EngineError(f"{path} is not a decoder-only language model")
@@ -293,23 +268,11 @@ def _new_context(lib: Any, model: Any, context: int, slots: int, threads: int, b
     params.swa_full = True  # or the caches of sliding-window models could not be cut
     params.n_batch = params.n_ubatch = max(batch, slots)  # below, the library aborts
     params.n_threads = params.n_threads_batch = threads
-    _errors.clear()
+    errors.clear()
     made = lib.llama_init_from_model(model, params)
     if not made:
-        raise EngineError(f"no context of {slots} x {context} tokens: {_reason()}")
+        raise EngineError(f"no context of {slots} x {context} tokens: {reason()}")
     return made
-
-
-def _reason() -> str:
-    """Why the library just failed, and what to do."""
-    said = " ".join(_errors)
-    if re.search(r"failed to allocate|bad_alloc|out of memory|insufficient memory", said):
-        return "not enough memory; use a smaller context, fewer slots or a smaller model"
-    if re.search(r"not within the file bounds|failed to read", said):
-        return "the file is cut off or damaged; download it again"
-    if unknown := re.search(r"unknown (model architecture|pre-tokenizer type): '[^']*'", said):
-        return f"{unknown[0]}; a newer llama-cpp-python may know it"
-    return _errors[0] if _errors else "llama.cpp gave no reason"
 
 
 def _describe(lib: Any, model: Any, name: str, context: int) -> ModelInfo:
