@@ -368,7 +368,8 @@ class Hub(BaseHTTPRequestHandler):
         self, status: int, data: bytes, body: bool, extra: dict[str, str] | None = None
     ) -> None:
         self.send_response(status)
-        etag = {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(data))}
+        tag = hashlib.sha256(self.path.encode()).hexdigest()
+        etag = {"ETag": f'"{tag}"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(data))}
         for key, value in (etag | (extra or {})).items():
             self.send_header(key, value)
         self.end_headers()
@@ -448,6 +449,37 @@ def test_a_hub_repository_alone_names_its_only_gguf(hub: type[Hub]) -> None:
     hub.files.clear()
     with pytest.raises(ModelNotFound, match=r"holds no \.gguf file"):
         fetch.hub_file("owner/tiny", None)
+
+
+def test_a_hub_repository_as_a_folder(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model, and nothing else: no pickle, no code, no other formats or folders."""
+    model = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"hi"}
+    model |= {f"model-0000{i}-of-00002.safetensors": DATA[i:] for i in (1, 2)}
+    other = ("pytorch_model.bin", "code.py", "consolidated.safetensors", "onnx/config.json")
+    hub.files.clear()
+    hub.files.update(model | dict.fromkeys(other, b"no"))
+    reports: list[tuple[int, int]] = []
+    folder = fetch.hub_folder("owner/tiny", lambda *report: reports.append(report))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == model
+    total = sum(map(len, model.values()))
+    assert reports[-1] == (total, total)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", NOWHERE)
+    assert fetch.hub_folder("owner/tiny") == folder  # offline too
+
+
+def test_a_hub_repository_without_safetensors(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelNotFound, match="holds no model in safetensors"):
+        fetch.hub_folder("owner/tiny")
+    with pytest.raises(ModelNotFound, match="no open repository owner/other"):
+        fetch.hub_folder("owner/other")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", NOWHERE)
+    with pytest.raises(Unreachable, match="can't be reached"):
+        fetch.hub_folder("owner/tiny")
 
 
 def test_a_full_disk_under_the_hub(

@@ -39,6 +39,7 @@ def gguf(path: Path, *, add_bos: bool = False, unused: str = "<a>") -> Path:
         "llama.block_count": 2,
         "llama.feed_forward_length": 128,
         "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 4,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ LOCK_TIMEOUT = 3600.0  # seconds to wait for another process's download
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while a download goes on; done never shrinks."""
+
+_MODEL = re.compile(r"[\w.-]+\.(json|jinja)|model[\w.-]*\.safetensors")  # not in a folder below
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +126,33 @@ def hub_cached(repo: str, name: str | None) -> Path | None:
     """The file's path if the hub library's cache holds it."""
     found = hub.try_to_load_from_cache(repo, name) if name else None
     return Path(found) if isinstance(found, str) else None
+
+
+def hub_folder(repo: str, progress: Progress | None = None) -> Path:
+    """A repository's safetensors model, in the hub library's own cache: the folder of its files.
+
+    Out of reach of the hub, what is in the cache will do. Raises ModelNotFound, Unreachable,
+    DiskFull.
+    """
+    try:
+        files = sources.hub_files(repo)
+    except Unreachable:
+        if config := hub_cached(repo, "config.json"):
+            return config.parent
+        raise
+    wanted = {name: size for name, (size, _) in files.items() if _MODEL.fullmatch(name)}
+    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+        raise ModelNotFound(f"{repo} on the hub holds no model in safetensors")
+    folder = Path(hub.constants.HF_HUB_CACHE)
+    missing = sum(size for name, size in wanted.items() if not hub_cached(repo, name))
+    report, done = _growing(progress, sum(wanted.values())), 0
+    with _disk_errors(repo, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        sources.need_space(repo, missing, folder)
+        for name, size in wanted.items():
+            path = sources.hub_download(repo, name, _behind(done, report))
+            done += size
+    return path.parent
 
 
 def _download(file: ModelFile, report: Report) -> None:
@@ -223,6 +253,11 @@ def _growing(progress: Progress | None, total: int) -> Report:
             progress(best, total)
 
     return report
+
+
+def _behind(before: int, report: Report) -> Report:
+    """`report` for what comes behind the first `before` bytes."""
+    return lambda done: report(before + done)
 
 
 def _which(repo: str, name: str | None, ggufs: list[str]) -> str:
