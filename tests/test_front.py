@@ -308,15 +308,17 @@ async def test_pages_and_what_is_none(path, alice):
             assert response.status_code == status, page
             assert response.text.count("\n") == 1
             head = await get(place, page, method="HEAD")
-            assert (head.status_code, head.content) == (status, b"")
+            assert head.status_code == status
             assert head.headers["Content-Length"] == response.headers["Content-Length"]
             assert response.headers["Connection"] == "close"
             assert "Server" not in response.headers
         assert (await get(place, "/")).headers["Upgrade"] == "websocket"
         metrics = await get(place, "/metrics", alice[1])
         assert metrics.headers["Content-Type"].startswith("text/plain")
-        head = await get(place, "/metrics", alice[1], method="HEAD")
-        assert (head.status_code, head.content) == (200, b"")
+        reader, writer = await asyncio.open_connection(HOST, place.port)
+        writer.write(b"HEAD /healthz HTTP/1.1\r\n\r\n")
+        assert (await to_the_end(reader)).endswith(b"\r\n\r\n")
+        writer.close()
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             response = await get(place, "/healthz", method=method)
             assert (response.status_code, response.headers["Allow"]) == (405, "GET, HEAD")
@@ -405,7 +407,7 @@ async def test_who_is_slow_at_the_door_is_sent_away(monkeypatch):
         writer.write(b"GET / HTTP/1.1\r\n")
         ended = asyncio.create_task(to_the_end(reader))
         sent = 0
-        while not ended.done() and sent < 1000:
+        while not ended.done() and sent < 500:
             writer.write(b"X")
             sent += 1
             await asyncio.sleep(0.01)
@@ -413,7 +415,7 @@ async def test_who_is_slow_at_the_door_is_sent_away(monkeypatch):
                 async with client(place) as raw:
                     await raw.send(opening(tokens=3))
                     assert await finished(raw) == (3, "length")
-        assert sent < 1000
+        assert sent < 500
         assert await ended == b""
         writer.close()
 
