@@ -74,14 +74,8 @@ async def client(place, key=None, *, scheme="ws", greet=True, path="/", **option
 
 
 def opening(request=1, *, tokens=2000, prompt=(104, 105), **fields):
-    return Open(
-        request=request,
-        prompt=pack_ids(prompt),
-        max_tokens=tokens,
-        drafting=False,
-        sampling={"logit_bias": {EOS: -100.0}},
-        **fields,
-    )
+    usual = {"drafting": False, "sampling": {"logit_bias": {EOS: -100.0}}}
+    return Open(request=request, prompt=pack_ids(prompt), max_tokens=tokens, **{**usual, **fields})
 
 
 async def answered(raw, message):
@@ -542,6 +536,7 @@ def test_certificates_and_keys_that_do_not_work(tmp_path):
 
 # ---- draining ---------------------------------------------------------------------------------
 
+NEVER_DONE = {"drafting": True, "fill": False}  # its drafts never come
 ENDLESS = ("--model", "synthetic:seed=11,eos_bias=-20", "--listen", f"{HOST}:0")
 
 
@@ -591,7 +586,7 @@ async def test_a_signal_drains(number):
 
 async def test_a_second_signal_ends_it_at_once():
     async with served_by_a_process("--drain", "600") as (place, child), client(place) as raw:
-        await answered(raw, opening(tokens=4000))
+        await answered(raw, opening(**NEVER_DONE))
         child.send_signal(signal.SIGTERM)
         await not_ready(place)
         child.send_signal(signal.SIGTERM)
@@ -601,7 +596,7 @@ async def test_a_second_signal_ends_it_at_once():
 
 async def test_draining_ends_with_its_time():
     async with served_by_a_process("--drain", "0.2") as (place, child), client(place) as raw:
-        await answered(raw, opening(tokens=4000))
+        await answered(raw, opening(**NEVER_DONE))
         child.send_signal(signal.SIGTERM)
         assert await raw.closed() == 1001
         assert (await asyncio.to_thread(ended, child))[0] == 0
