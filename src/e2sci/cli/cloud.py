@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from e2sci.server import logs
 from e2sci.server.cloud_app import listening, tls_context, until_signalled
 from e2sci.server.door import CONNECTIONS
 from e2sci.server.keys import Keys
+from e2sci.server.tracing import tracing
 from e2sci.session.cloud import CloudSession
 
 log = logging.getLogger("e2sci.cloud")
@@ -94,6 +95,11 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     show_default=True,
     help="Lines for people, or a JSON object an event.",
 )
+@click.option(
+    "--otel",
+    is_flag=True,
+    help="Trace requests with OpenTelemetry, to where OTEL_EXPORTER_OTLP_ENDPOINT says.",
+)
 @click.option("--verbose", is_flag=True, help="Log connections, requests and refusals.")
 def cloud(
     listen: Address,
@@ -107,6 +113,7 @@ def cloud(
     calibration: Path | None,
     predictor: Path | None,
     log_format: logs.Format,
+    otel: bool,
     verbose: bool,
     **model: Any,
 ) -> None:
@@ -135,12 +142,15 @@ def cloud(
     if missing and not listen.loopback:
         log.warning("open to other machines without %s", " and ".join(missing))
     engine = target(**model)
-    try:
+    with ExitStack() as stack, suppress(KeyboardInterrupt):
+        stack.callback(engine.close)
         with friendly():
+            traces = stack.enter_context(tracing(engine.info.name)) if otel else None
             served = Cloud(
                 engine,
                 session=partial(CloudSession, credit=credit),
                 limits=Limits(waiting=waiting),
+                on_end=traces,
             )
         announce = _log_start if as_json else _echo_start
         where = partial(listening, keys=keys, tls=tls, connections=connections)
@@ -148,10 +158,6 @@ def cloud(
         asyncio.run(
             _run(served, listen, where, drain, lambda at: announce(served, f"{scheme}://{at}"))
         )
-    except KeyboardInterrupt:
-        pass
-    finally:
-        engine.close()
 
 
 def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
