@@ -141,12 +141,18 @@ class Scheduler:
         """Pass after pass, until cancelled."""
         while True:
             self._wake.clear()
-            batch = self._gather()
-            if batch:
-                await self._pass(batch)
-                continue
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._until_due())
+            try:
+                batch = self._gather()
+                if batch:
+                    await self._pass(batch)
+                    continue
+            except Exception as error:  # a bug of ours: nobody may wait for an answer in vain
+                log.exception("the scheduler failed")
+                for seat in list(self._seats):
+                    self._fail(seat, ProtocolError("engine", f"the cloud failed: {error!r}"))
+            with suppress(TimeoutError):  # not wait_for, which may swallow a cancellation
+                async with asyncio.timeout(self._until_due()):
+                    await self._wake.wait()
 
     # ---- places ---------------------------------------------------------------------------
 

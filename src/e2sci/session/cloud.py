@@ -168,12 +168,12 @@ class CloudSession:
             return None
         if not missing:
             return self._plan_behind_carry(budget)
+        if self._begun and not self.queue and not fill:
+            return None
         if len(missing) > budget:
             return Pass(self.cached, missing[:budget], 0, 0)
         room = min(budget - len(missing), self._end - len(self.tokens))
         drafts = [d.token for d in self.queue[:room]]
-        if self._begun and not self.queue and not fill:
-            return None
         return Pass(self.cached, missing + drafts, len(drafts) + 1, len(drafts))
 
     def _plan_behind_carry(self, budget: int) -> Pass | None:
