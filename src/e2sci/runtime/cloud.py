@@ -135,7 +135,8 @@ class Cloud:
         self.draining = True
         self.metrics.draining.set(1)
         try:
-            await asyncio.wait_for(self.scheduler.empty.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.scheduler.empty.wait()
         except TimeoutError:
             return False
         return True
@@ -247,7 +248,9 @@ class _Connection:
     async def _shake_hands(self) -> int:
         allowed = self._limits.hello_s
         try:
-            frame = await asyncio.wait_for(self._channel.receive(), allowed)
+            # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the frame.
+            async with asyncio.timeout(allowed):
+                frame = await self._channel.receive()
         except TimeoutError:
             raise ProtocolError("slow", f"no hello within {allowed:g} s") from None
         hello = decode_message(frame)

@@ -157,7 +157,8 @@ class Connection:
         try:
             if self._channel is None:
                 raise ChannelClosed("not connected")
-            self.rtt_s = await asyncio.wait_for(self._channel.ping(), OPEN_SECONDS)
+            async with asyncio.timeout(OPEN_SECONDS):
+                self.rtt_s = await self._channel.ping()
             return self.rtt_s
         except (ChannelClosed, TimeoutError) as error:
             raise CloudUnreachable(f"no answer to a ping: {error}") from None
@@ -181,7 +182,8 @@ class Connection:
             raise Refused(error.code, str(error)) from None
         began = now()
         try:
-            welcome = await asyncio.wait_for(self._shake_hands(channel), OPEN_SECONDS)
+            async with asyncio.timeout(OPEN_SECONDS):
+                welcome = await self._shake_hands(channel)
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError):
