@@ -18,6 +18,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidMessage, InvalidStatus
 
 from e2sci.cli import main
+from e2sci.cli.target import target as target_of
 from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.engines.synthetic import EOS, SyntheticConfig
 from e2sci.runtime.cloud import Cloud
@@ -505,6 +506,14 @@ async def test_old_tls_is_refused(tmp_path):
                         pass
 
 
+async def test_who_says_nothing_of_tls_is_sent_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(cloud_app, "OPEN_SECONDS", 0.3)
+    async with front(tls=served(trustme.CA(), tmp_path)) as place:
+        reader, writer = await asyncio.open_connection(HOST, place.port)
+        assert await to_the_end(reader) == b""
+        writer.close()
+
+
 def test_certificates_and_keys_that_do_not_work(tmp_path):
     authority = trustme.CA()
     served(authority, tmp_path)
@@ -668,3 +677,38 @@ def test_mistakes_at_the_command_line(path, tmp_path):
     store.add(path, "alice")
     path.write_text("{")
     assert "damaged" in cloud("--keys", str(path))
+
+
+def test_a_server_as_the_target(monkeypatch):
+    asked = {}
+
+    def made(url, **options):
+        asked.update(options, url=url)
+        return "the engine"
+
+    monkeypatch.setattr("e2sci.engines.vllm.Vllm", made)
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    given = {"url": "http://h:1", "tokenizer": "folder", "key_variable": "ENGINE_KEY"}
+    here = {"threads": None, "gpu_layers": 0}
+    found = target_of(model=None, engine="vllm", slots=3, context=99, **given, **here)
+    assert found == "the engine"
+    names = {"model": None, "url": "http://h:1", "tokenizer": "folder", "key": "secret"}
+    assert asked == {**names, "slots": 3, "context": 99}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--engine vllm", "needs --url and --tokenizer"),
+        ("--engine sglang --url http://h:1", "needs --url and --tokenizer"),
+        ("--url http://h:1", "--url does not go with --engine auto"),
+        ("--tokenizer folder", "--tokenizer does not go"),
+        ("--engine-key-env X", "--engine-key-env does not go"),
+        ("--engine vllm --url u --tokenizer t --threads 2", "--threads does not go"),
+        ("--engine vllm --url u --tokenizer t --gpu-layers -1", "--gpu-layers does not go"),
+        ("--engine vllm --url u --tokenizer t --engine-key-env NOT_SET", "NOT_SET, which is not"),
+        ("--engine sglang --url http://h:1 --tokenizer nowhere/at/all", "nowhere/at/all"),
+    ],
+)
+def test_mistakes_about_a_server(flags, words):
+    assert words in cloud("--listen", f"{HOST}:0", *flags.split())
