@@ -38,6 +38,7 @@ from e2sci.emulation.wire import LinkEnd, link_pair
 from e2sci.evaluation.methods import SD_WINDOWS, Method, Setting, method
 from e2sci.evaluation.replay import Replay, Script
 from e2sci.evaluation.traces import Trace
+from e2sci.runtime.admission import TIMELESS
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.scheduler import PREFILL
@@ -139,6 +140,7 @@ class _Crowd:
             times=load.profile.pass_times,
             worker=self._device,
             session=how.session,
+            limits=TIMELESS,
         )
         self._serving: list[asyncio.Task[None]] = []
         self._samples: list[Sample] = []

@@ -19,6 +19,7 @@ from e2sci.emulation.profile import Profile
 from e2sci.emulation.wire import LinkEnd, link_pair
 from e2sci.engines.base import Engine
 from e2sci.evaluation.methods import Method
+from e2sci.runtime.admission import TIMELESS
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.options import Result
@@ -50,7 +51,13 @@ async def _write(
     edge_engine, cloud_engine = Metered(draft), Metered(target)
     at_edge = Device(profile.colocated if method.colocated else profile.draft, edge_engine)
     at_cloud = Device(profile.target, cloud_engine)
-    cloud = Cloud(cloud_engine, times=profile.pass_times, worker=at_cloud, session=method.session)
+    cloud = Cloud(
+        cloud_engine,
+        times=profile.pass_times,
+        worker=at_cloud,
+        session=method.session,
+        limits=TIMELESS,
+    )
     async with _served(cloud, link) as end, Edge(_always(end), edge_engine, worker=at_edge) as edge:
         if method.options.get("mode") != "draft":
             await edge.connect()

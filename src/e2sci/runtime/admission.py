@@ -59,6 +59,10 @@ class Limits:
                 )
 
 
+TIMELESS = Limits(idle_s=None)
+"""For a virtual clock, on which an idle world must be found stuck and not run on for ever."""
+
+
 class Bucket:
     """A rate on average: `rate` a second, up to `size` at once. `now` in seconds."""
 
