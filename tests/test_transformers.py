@@ -3,7 +3,7 @@
 Strict text is compared exactly. That is sound because these models run in float64: there the shape
 of a pass moves a logit by some 1e-15 of its size, and no two candidates lie that near. In float32
 or half precision, equality holds but for near ties, as with any engine that isn't batch-invariant;
-the real pair is compared that way.
+the real pair, in float32, is allowed a loss of .001 nats a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from e2sci.engines.transformers import Transformers  # noqa: E402
 from e2sci.runtime.text import prompt_ids  # noqa: E402
 from live import cached, idle, pair  # noqa: E402
 from test_llama_cpp import gguf  # noqa: E402
-from test_real_pair import assert_near_tie  # noqa: E402
 from tiny_hf import END, LONGEST, PADDED, REAL, TEMPLATE  # noqa: E402
 
 pytestmark = pytest.mark.engines
@@ -107,13 +106,15 @@ def fresh(engine: Transformers, line: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_librarys_own(kind: str, make: Build, folder: Callable[[str], Path]) -> None:
-    """At once, in parts, and several sequences together, beyond any sliding window."""
+    """At once, one by one, in parts, and several sequences together, beyond any sliding window."""
     own = transformers.AutoModelForCausalLM.from_pretrained(folder(kind), dtype=torch.float64)
     lines = [tokens(40, 1), tokens(3, 2), tokens(23, 3)]
     with torch.no_grad():
         wanted = [own(torch.tensor([line])).logits[0].float().numpy() for line in lines]
     engine = make(kind, slots=3)
     assert same(engine.forward([Step(0, lines[0], 40)])[0], wanted[0])
+    engine.truncate(0, 0)
+    assert same([engine.forward([Step(0, [t])])[0][0] for t in lines[0]], wanted[0])
     engine.truncate(0, 0)
     parts = (1, 7, 2, 30)
     at, found = [0, 0, 0], [[], [], []]
@@ -536,15 +537,14 @@ async def test_a_llama_cpp_edge_and_a_transformers_cloud() -> None:
     prompt = "Write a Python function that merges two sorted lists. Only the code."
     ids = prompt_ids(draft, prompt, system=None, raw=False)
     assert prompt_ids(target, prompt, system=None, raw=False) == ids
-    line: list[int] = []
-    [[p]] = target.forward([Step(0, ids)])
-    for _ in range(24):
-        line.append(p.argmax)
-        [[p]] = target.forward([Step(0, line[-1:])])
-    target.truncate(0, 0)
     async with pair(draft, target) as edge:
         result = await edge.generate(prompt, max_tokens=24, fill=False)
         assert result.stats.acceptance_rate > 0.5
-    assert_near_tie(target, ids, line, result.token_ids)
+    text = result.token_ids
+    assert len(text) == 24
+    [outputs] = target.forward([Step(0, ids + text[:-1], 24)])
+    for p, token in zip(outputs, text, strict=True):  # greedy, were it not for rounding
+        lost = p.log_prob(np.array([p.argmax])) - p.log_prob(np.array([token]))
+        assert lost[0] <= 1e-3
     draft.close()
     target.close()
