@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from e2sci.cli import main
 from e2sci.engines.synthetic import REAL_VOCAB, SyntheticConfig
+from e2sci.runtime.admission import Limits
 from e2sci.runtime.edge import BlockingEdge
 from e2sci.server import keys as store
 from live import (
@@ -270,7 +271,7 @@ def test_a_difference_behind_the_others_vocabulary_is_found_too(end):
 
 def test_a_cloud_without_a_place(cloud):
     with (
-        LiveCloud(Watched(slots=1, seconds=0.005)) as full,
+        LiveCloud(Watched(slots=1, seconds=0.005), limits=Limits(waiting=0)) as full,
         BlockingEdge(full.url, draft()) as edge,
     ):
         pieces = edge.stream("hello", max_tokens=500)
