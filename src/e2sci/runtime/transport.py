@@ -150,6 +150,12 @@ class Dial:
                 logger=_library_log,
                 **secure,
             )
+        except ssl.SSLCertVerificationError as error:
+            raise ProtocolError(
+                "certificate",
+                f"the certificate of {self.url} is not trusted ({error.verify_message}); give its "
+                "authority's certificate with --ca",
+            ) from None
         except (InvalidURI, ValueError):  # ValueError: a host name that can't be
             raise _no_url(self.url) from None
         except InvalidStatus as error:
@@ -158,12 +164,6 @@ class Dial:
             raise ChannelClosed(f"{self.url} answers, but not as an e2sci cloud: {error}") from None
         except TimeoutError:
             raise ChannelClosed(f"no answer from {self.url} within {OPEN_SECONDS:.0f} s") from None
-        except ssl.SSLCertVerificationError as error:
-            raise ProtocolError(
-                "certificate",
-                f"the certificate of {self.url} is not trusted ({error.verify_message}); give its "
-                "authority's certificate with --ca",
-            ) from None
         except OSError as error:
             raise ChannelClosed(f"can't reach {self.url}: {_os_reason(error)}") from None
         return WebSocketChannel(socket)
@@ -265,4 +265,4 @@ def _os_reason(error: OSError) -> str:
         return "nothing listens there"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed ({error.reason or error})"
-    return error.strerror or str(error)
+    return error.strerror or str(error) or "the connection broke off"
