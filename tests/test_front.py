@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 import signal
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 import trustme
 from click.testing import CliRunner
@@ -18,9 +22,11 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidMessage, InvalidStatus
 
 from e2sci.cli import main
+from e2sci.cli.cloud import _predictor as predictor_of
 from e2sci.cli.target import target as target_of
 from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.engines.synthetic import EOS, SyntheticConfig
+from e2sci.evaluation.calibration import Calibration
 from e2sci.runtime.cloud import Cloud
 from e2sci.server import cloud_app, door
 from e2sci.server import keys as store
@@ -48,6 +54,7 @@ from live import (
     target,
     until,
 )
+from test_cli import calibrated
 
 
 @asynccontextmanager
@@ -451,6 +458,14 @@ async def test_frames_at_and_above_their_bound(size, ended):
         assert await raw.closed() == ended
 
 
+@pytest.mark.parametrize("id", ["x", "ab\n", "a" * 33, "AB"])
+async def test_what_is_no_request_id_gets_into_no_log(id):
+    async with front() as place, client(place) as raw:
+        assert (await answered(raw, opening(id=id))).code == "malformed"
+        assert isinstance(await answered(raw, opening(2, tokens=1, id="a" * 32)), Opened)
+        assert await finished(raw) == (1, "length")
+
+
 # ---- TLS --------------------------------------------------------------------------------------
 
 
@@ -677,6 +692,20 @@ def test_mistakes_at_the_command_line(path, tmp_path):
     store.add(path, "alice")
     path.write_text("{")
     assert "damaged" in cloud("--keys", str(path))
+
+
+def test_a_calibrations_predictor(tmp_path):
+    arrays = {f"w{i}": np.ones((2, 2), np.float32) for i in range(5)}
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays, **{f"b{i}": np.zeros(2, np.float32) for i in range(5)})
+    plain = Path(calibrated(tmp_path, "any", 0.1))
+    assert "drop --calibration" in cloud("--calibration", str(plain))
+    whole = msgspec.structs.replace(Calibration.load(plain), predictor=buffer.getvalue())
+    whole.save(plain)
+    (tmp_path / "p.npz").write_bytes(buffer.getvalue())
+    one, other = predictor_of(plain, None), predictor_of(None, tmp_path / "p.npz")
+    assert one(0.5, 0.1) == other(0.5, 0.1)
+    assert predictor_of(None, None) is None
 
 
 def test_a_server_as_the_target(monkeypatch):

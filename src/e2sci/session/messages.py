@@ -106,7 +106,7 @@ class Open(Message, tag=3, frozen=True, kw_only=True):
     lookahead: bool = True
     fill: bool = True
     trace: bool = False
-    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,32}$")] = ""
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,32}\Z")] = ""
 
 
 class Opened(Message, tag=4, frozen=True, kw_only=True):
