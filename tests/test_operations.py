@@ -21,13 +21,13 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import InvalidStatus
 
+from doorway import client, finished, front, opening, trusting
 from e2sci.cli import main
 from e2sci.runtime.metrics import Metrics
 from e2sci.server import keys as store
 from e2sci.server.keys import Keys
 from live import HOST, free_port
 from test_docs import ROOT, bare, fences, in_code, section, table
-from test_front import client, finished, front, opening, trusting
 
 OPERATIONS, DEPLOYMENT = ROOT / "docs/operations.md", ROOT / "docs/deployment.md"
 UNIT, PROXY = ROOT / "deploy/e2sci-cloud.service", ROOT / "deploy/haproxy.cfg"
