@@ -78,7 +78,7 @@ def bare(cell: str) -> str:
 def wire_type(annotation: object) -> str:
     """What the document calls the MessagePack type of an annotation."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return " or ".join(wire_type(a) for a in arguments)
     if origin is typing.Literal:
         return "str"

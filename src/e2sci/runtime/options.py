@@ -10,7 +10,7 @@ from e2sci.decoding.acceptance import Measure, RuleName, RuleParams
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.sampling import SamplingParams
 from e2sci.session.edge import Commit
-from e2sci.session.messages import MAX_WINDOW, Judged
+from e2sci.session.messages import MAX_TOP, MAX_WINDOW, Judged
 
 Mode = Literal["cloud", "draft", "sync", "pipelined"]
 OnCloudLoss = Literal["wait", "draft", "fail"]
@@ -40,7 +40,8 @@ class Options:
     `on_cloud_loss`: what to do when no cloud is left in mid-answer: `wait` for one as long as the
     edge is patient, let the `draft` go on alone until one is back (what it writes is nobody's but
     its own, whatever the rule), or `fail` at once. `request_id`: up to 32 hex digits that both ends
-    call the request in their logs; none by default.
+    call the request in their logs; none by default. `logprobs`: let every commit carry the target's
+    log-probability of its token, and of so many best ones (0 to 20; None: neither).
     """
 
     mode: Mode = "pipelined"
@@ -61,12 +62,14 @@ class Options:
     system: str | None = None
     raw: bool = False
     trace: bool = False
+    logprobs: int | None = None
     on_cloud_loss: OnCloudLoss = "wait"
     request_id: str = ""
 
     def __post_init__(self) -> None:
         _within("window", self.window, 1, MAX_WINDOW)
         _within("lookahead", self.lookahead, 1, MAX_WINDOW)
+        _within("logprobs", self.logprobs, 0, MAX_TOP)
         _within("max_tokens", self.max_tokens, 1, 1 << 18)
         if self.eta is not None and not 0 <= self.eta <= 8:
             raise ValueError(f"eta is {self.eta}; expected 0 to 8")
@@ -104,6 +107,8 @@ class Options:
             raise ValueError(
                 f"mode {self.mode} never goes from one to the other: drop on_cloud_loss"
             )
+        if self.logprobs is not None and self.mode == "draft":
+            raise ValueError("logprobs are the target's, and mode draft has none: drop logprobs")
         if self.trace and self.mode in ("cloud", "draft"):
             raise ValueError(f"mode {self.mode} judges nothing, so there is no trace")
 

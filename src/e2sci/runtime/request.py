@@ -107,6 +107,7 @@ class Request:
             lookahead=options.mode == "pipelined",
             fill=options.fills,
             trace=options.trace,
+            top=options.logprobs,
             id=options.request_id,
         )
         self._session = EdgeSession(

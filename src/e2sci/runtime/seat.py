@@ -23,7 +23,9 @@ _RUN = 4  # drafts in a row that must stand for a wait to have paid
 # Drafts that may be judged in vain (ours): some on trust, then by what was accepted and written.
 # 1.5 an accepted one hardly bind a useful draft; trust and 2 % of the text keep a useless one under
 # 1.1 times the tokens of the cloud alone.
-_TRUST, _PER_ACCEPTED, _PER_TOKEN = 8, 1.5, 0.02
+_TRUST = 8
+_PER_ACCEPTED = 1.5
+_PER_TOKEN = 0.02
 
 
 @dataclass

@@ -50,6 +50,7 @@ from e2sci.session.messages import (
     Message,
     Open,
     ProtocolError,
+    Score,
     Verdict,
     Window,
     ids_of,
@@ -123,6 +124,7 @@ class CloudSession:
         self._end = len(prompt) + self.limit
         self.prompt = len(prompt)
         self._judged: list[Judged] = []
+        self._scores: list[Score] = []
 
     @property
     def written(self) -> int:
@@ -249,6 +251,7 @@ class CloudSession:
         if self._opening.trace:
             self._judged.append(self._record(place, draft, outcome, threshold))
         self._observe(place, outcome)
+        self._score(place.p, outcome.token)
         self.accepted += outcome.accepted
         self._commit(outcome.token)
         if not outcome.accepted:
@@ -268,6 +271,7 @@ class CloudSession:
         """The carry's pick, committed."""
         assert self.carry is not None
         token = Place(self.carry, self._opening.sampling, self.tokens).y
+        self._score(self.carry, token)
         self._commit(token)
         return token
 
@@ -292,6 +296,7 @@ class CloudSession:
         rejected = len(accepted) < len(outcomes)
         ids = [o.token for o in outcomes if not o.accepted] + own
         trace, self._judged = tuple(self._judged), []
+        scores, self._scores = tuple(self._scores), []
         return [
             Verdict(
                 request=self.request,
@@ -305,6 +310,7 @@ class CloudSession:
                 fed=self.fed,
                 credit=None if self.rule.lossless else self._view(),
                 trace=trace,
+                scores=scores,
             )
         ]
 
@@ -315,6 +321,19 @@ class CloudSession:
             threshold=credit.threshold,
             window=credit.suggested_window,
             state=msgspec.structs.replace(credit.state),
+        )
+
+    def _score(self, p: Distribution, token: int) -> None:
+        """Keep what p says of a token that is committed, if the edge wants to know."""
+        if self._opening.top is None:
+            return
+        best = p.top(self._opening.top) if self._opening.top else None
+        self._scores.append(
+            Score(
+                log_prob=float(p.log_prob(np.array([token]))[0]),
+                ids=pack_ids(best.ids.tolist()) if best else b"",
+                log_probs=tuple(best.log_probs.tolist()) if best else (),
+            )
         )
 
     def _ending(self) -> list[Message]:

@@ -23,7 +23,7 @@ driver feeds the draft from there. A correction or bonus token thus always reach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -41,6 +41,7 @@ from e2sci.session.messages import (
     Open,
     Opened,
     ProtocolError,
+    Score,
     Verdict,
     Window,
     ids_of,
@@ -64,6 +65,7 @@ class Commit:
     position: int
     token: int
     origin: Origin
+    score: Score | None = None  # the target's, if asked for
 
 
 @dataclass
@@ -189,6 +191,9 @@ class EdgeSession:
         for i, token in enumerate(own):
             corrects = message.rejected and i == 0
             commits.append(self._own(token, corrects))
+        if message.scores:
+            scored = zip(commits, message.scores, strict=True)
+            commits = [replace(commit, score=score) for commit, score in scored]
         return commits
 
     def finish(self, message: Finished) -> None:
@@ -228,7 +233,8 @@ class EdgeSession:
         judged = message.accepted + message.rejected
         stale = judged > 0 and message.branch != self.branch
         fits = message.start == len(self.committed) and 0 <= message.accepted <= judged <= self.sent
-        if not fits or stale or (message.rejected and not own):
+        scored = len(message.scores) in (0, message.accepted + len(own))
+        if not fits or stale or not scored or (message.rejected and not own):
             raise ProtocolError(
                 "bad_verdict",
                 f"verdict on {message.accepted} tokens at {message.start} fits nothing",

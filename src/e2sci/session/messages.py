@@ -29,6 +29,8 @@ MAX_FRAME = 1 << 21
 MAX_TOKENS = 1 << 18
 MAX_WINDOW = 64
 """Draft tokens in one window at most."""
+MAX_TOP = 20
+"""Alternatives a committed token may come with at most."""
 MAX_QUEUE = 128
 """Unjudged tokens a request may have at the cloud: twice the largest lookahead."""
 
@@ -90,7 +92,8 @@ class Open(Message, tag=3, frozen=True, kw_only=True):
 
     `drafting`: whether windows will come at all; `lookahead`: whether they come without waiting
     for verdicts; `fill`: the cloud decodes by itself while none is there; `trace`: say why, for
-    every position; `id`: what both ends call the request in their logs, the same after a resume.
+    every position; `id`: what both ends call the request in their logs, the same after a resume;
+    `top`: send the target's log-probability of every committed token, and of that many best ones.
     """
 
     request: int
@@ -107,6 +110,7 @@ class Open(Message, tag=3, frozen=True, kw_only=True):
     fill: bool = True
     trace: bool = False
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,32}\Z")] = ""
+    top: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
 
 
 class Opened(Message, tag=4, frozen=True, kw_only=True):
@@ -144,6 +148,15 @@ class Judged(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ms: float = 0.0
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What the target thought of a committed token (only on request): its log-probability in nats
+    at temperature 1, and the best `ids` with theirs, most probable first. -inf: it gives none."""
+
+    log_prob: float
+    ids: bytes = b""
+    log_probs: tuple[float, ...] = ()
+
+
 class CreditView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Credit r̂, threshold T, the predictor's wish for W, and the state to resume with."""
 
@@ -159,7 +172,7 @@ class Verdict(Message, tag=6, frozen=True, kw_only=True):
 
     No draft tokens judged (accepted = 0, not rejected): fill, or a bonus token. `tolerated`:
     offsets of accepted tokens that are not the target's own pick. `passes`, `fed`: target passes
-    and tokens so far, prompt left out.
+    and tokens so far, prompt left out. `scores`: one a committed token, if the opening asks.
     """
 
     request: int
@@ -173,6 +186,7 @@ class Verdict(Message, tag=6, frozen=True, kw_only=True):
     fed: int = 0
     credit: CreditView | None = None
     trace: tuple[Judged, ...] = ()
+    scores: tuple[Score, ...] = ()
 
 
 class Finished(Message, tag=7, frozen=True, kw_only=True):
