@@ -197,6 +197,18 @@ def test_raw_is_the_text_alone():
     assert ids("<|end|>", raw=True) == list(b"<|end|>")  # a special token's name, not the token
 
 
+def test_special_tokens_in_a_raw_text_if_asked_for():
+    found = prompt_ids(engine(), "a<|end|>b", system=None, raw=True, special=True)
+    assert found == [ord("a"), EOS, ord("b")]
+
+
+def test_ids_are_taken_as_they_are():
+    assert ids([104, 105, EOS]) == [104, 105, EOS]
+    for wrong in (-1, EOS + 1):
+        with pytest.raises(ValueError, match=f"token id {wrong} is out of range"):
+            ids([104, wrong])
+
+
 @pytest.mark.parametrize("prompt", ["", " ", "\n\t", []])
 def test_an_empty_prompt(prompt):
     with pytest.raises(ValueError, match="the prompt is empty"):

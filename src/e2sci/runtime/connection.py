@@ -50,11 +50,13 @@ class CloudUnreachable(EdgeError):
 
 
 class Refused(EdgeError):
-    """The cloud has said no. `code` is one word for machines (docs/protocol.md)."""
+    """The cloud has said no. `code` is one word for machines (docs/protocol.md); `retry_after_s`:
+    seconds behind which it may say yes, 0 if it names none."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class ConnectionLost(Exception):

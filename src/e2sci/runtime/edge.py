@@ -34,7 +34,7 @@ from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.record import Record
 from e2sci.runtime.request import Request
-from e2sci.runtime.text import Chat, TextStream, prompt_ids
+from e2sci.runtime.text import Prompt, TextStream, prompt_ids
 from e2sci.runtime.transport import HEARTBEAT_SECONDS, Dial
 from e2sci.runtime.worker import ThreadWorker, Worker
 from e2sci.session.edge import Commit, Origin
@@ -143,7 +143,7 @@ class Edge:
             raise ValueError("not connected yet; call connect() first")
         return welcome
 
-    async def stream(self, prompt: str | Chat, **changes: Any) -> AsyncGenerator[Piece, None]:
+    async def stream(self, prompt: Prompt, **changes: Any) -> AsyncGenerator[Piece, None]:
         """Generate; text and tokens as they become final. The last piece carries the `result`.
 
         `changes`: fields of Options and of SamplingParams. Raises ValueError on bad input and
@@ -160,7 +160,7 @@ class Edge:
             async for piece in pieces:
                 yield piece
 
-    async def generate(self, prompt: str | Chat, **changes: Any) -> Result:
+    async def generate(self, prompt: Prompt, **changes: Any) -> Result:
         """`stream` to its end; the whole result."""
         async with aclosing(self.stream(prompt, **changes)) as pieces:
             async for piece in pieces:
@@ -296,12 +296,12 @@ class BlockingEdge:
         self._thread.join()
         self._loop.close()
 
-    def generate(self, prompt: str | Chat, **changes: Any) -> Result:
+    def generate(self, prompt: Prompt, **changes: Any) -> Result:
         """As Edge.generate."""
         result: Result = self._run(self._edge.generate(prompt, **changes))
         return result
 
-    def stream(self, prompt: str | Chat, **changes: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, **changes: Any) -> Iterator[Piece]:
         """As Edge.stream."""
         pieces = self._edge.stream(prompt, **changes)
         try:

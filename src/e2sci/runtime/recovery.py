@@ -103,7 +103,7 @@ class Recovery:
     def refused(self, connection: Connection, error: Error) -> None:
         """The cloud has no place for the request, or takes back the one it had."""
         if not (error.retryable or self._lost):
-            raise Refused(error.code, error.message)
+            raise Refused(error.code, error.message, error.retry_after_s)
         self._lost = self._lost or self._seated
         self._without_place()
         if not error.retryable:
@@ -114,7 +114,7 @@ class Recovery:
         elif self._lost:
             self._give_up(error.message)
         else:
-            raise Refused(error.code, error.message)
+            raise Refused(error.code, error.message, error.retry_after_s)
 
     def found(self) -> Connection | None:
         """Where to ask for a place now, once, when the search has succeeded."""

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
+from typing import cast
 
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -15,7 +16,8 @@ from e2sci.engines.base import Engine, ModelInfo, Tokenizer
 
 Chat = Sequence[dict[str, str]]
 """Messages with `role` and `content`, oldest first."""
-
+Prompt = str | Chat | Sequence[int]
+"""A text, a chat, or token ids as they are."""
 
 _CONVERSATION: Chat = [
     {"role": role, "content": f"{role}'s words"} for role in ("system", "user", "assistant", "user")
@@ -67,30 +69,46 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def prompt_ids(engine: Engine, prompt: str | Chat, *, system: str | None, raw: bool) -> list[int]:
+def prompt_ids(
+    engine: Engine, prompt: Prompt, *, system: str | None, raw: bool, special: bool = False
+) -> list[int]:
     """Token ids of a prompt. Raises ValueError when it is empty or the template refuses it.
 
     A string is one user message after the optional `system`, put through the model's chat template
     (once; the template says where BOS belongs), or with `raw` just the text. A model without a
-    template gets the text.
+    template gets the text. `special`: read special tokens' names in a raw text as those tokens.
     """
     info = engine.info
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("the prompt is empty; give some text")
+    if isinstance(prompt[0], int):
+        return _within(info, cast("Sequence[int]", prompt))
     if raw and system:
         raise ValueError("a system message needs the chat template; drop --raw or --system")
     if raw or info.template is None:
         if not isinstance(prompt, str):
             raise ValueError("the model has no chat template; give the prompt as one text")
         bos = engine.tokenizer.encode(info.bos, special=True) if info.bos else []
-        return bos + engine.tokenizer.encode(prompt, special=False)
-    chat: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return bos + engine.tokenizer.encode(prompt, special=special)
+    chat = cast(
+        "Chat", [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
     if system:
         chat = [{"role": "system", "content": system}, *chat]
     ids = engine.tokenizer.encode(render(info, chat), special=True)
     if not ids:
         raise ValueError(f"the chat template of {info.name} makes nothing of this prompt")
     return ids
+
+
+def _within(info: ModelInfo, ids: Sequence[int]) -> list[int]:
+    """`ids`, if they are the model's. Raises ValueError."""
+    for token in ids:
+        if not 0 <= token < info.real_vocab:
+            raise ValueError(
+                f"token id {token} is out of range; {info.name} has ids below {info.real_vocab}"
+            )
+    return list(ids)
 
 
 def render(info: ModelInfo, chat: Chat) -> str:
