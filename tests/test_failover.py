@@ -225,7 +225,7 @@ async def test_no_place_within_patience():
     async with sites(Site("a")) as (a,), Edge(a, draft(), patience=0.3) as edge:
         a.refusals = [busy(60)] * 3
         with pytest.raises(Refused, match="busy: not now") as error:
-            await edge.generate("hello")
+            await asyncio.wait_for(edge.generate("hello"), 30)
         assert error.value.code == "busy"
         assert len(a.openings) == 2
     async with sites(Site("a")) as (a,), Edge(a, draft(), patience=0) as edge:

@@ -232,6 +232,20 @@ def test_tls_where_there_is_none_and_the_reverse(tmp_path):
         refused(run("--cloud", url.replace("wss", "ws")), "not as an e2sci cloud")
 
 
+# ---- the heartbeat ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({}, 5.0), ({"heartbeat_s": 0.7}, 0.7)])
+async def test_the_heartbeat_is_as_told(options, seconds):
+    with LiveCloud() as cloud:
+        async with Edge(cloud.url, draft(), **options) as edge:
+            await edge.connect()
+            socket = edge._known.connections[0]._channel._socket
+            assert (socket.ping_interval, socket.ping_timeout) == (seconds, 2 * seconds)
+    with pytest.raises(ValueError, match="heartbeat_s is 0"):
+        Edge(cloud.url, draft(), heartbeat_s=0)
+
+
 # ---- several clouds, at the command line ------------------------------------------------------
 
 

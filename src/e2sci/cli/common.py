@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -23,6 +22,7 @@ from e2sci.engines.base import Engine, EngineError
 from e2sci.engines.catalog import Role
 from e2sci.engines.load import load_engine
 from e2sci.runtime.connection import EdgeError
+from e2sci.runtime.transport import is_loopback
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,9 +63,7 @@ class Address(NamedTuple):
 
     @property
     def loopback(self) -> bool:
-        with suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 def address(value: str) -> Address:
