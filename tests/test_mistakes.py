@@ -455,7 +455,7 @@ async def test_16_one_bos_and_one_template_pass(options, prompt):
     async with pair(Opens(), Opens()) as edge:
         seen = []
         session = edge.cloud.session
-        edge.cloud.session = lambda o, vocab: seen.append(o.prompt) or session(o, vocab)
+        edge.cloud.session = lambda o, *rest: seen.append(o.prompt) or session(o, *rest)
         for mode in ("cloud", "sync", "pipelined"):
             result = await edge.generate("hi", mode=mode, max_tokens=5, **options)
             assert result.prompt_tokens == len(prompt)

@@ -13,7 +13,7 @@ import logging
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as websocket_connect
@@ -133,7 +133,7 @@ class Dial:
     async def __call__(self) -> Channel:
         """Open a channel. Raises ChannelClosed when nobody answers, ProtocolError when trying again
         won't help."""
-        secure = {"ssl": self.tls} if self.tls and _parsed(self.url).secure else {}
+        secure: dict[str, Any] = {"ssl": self.tls} if self.tls and _parsed(self.url).secure else {}
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else None
         try:
             # Compression would cost time on frames of some 40 bytes that hardly shrink.

@@ -31,26 +31,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-
-from e2sci.decoding.acceptance import Judgement, Place, make_rule
+from e2sci.decoding.acceptance import Judgement
 from e2sci.decoding.credit import Credit, CreditParams, CreditState
-from e2sci.decoding.distribution import Distribution, TopK, decode, pack_ids
-from e2sci.decoding.divergence import divergence
+from e2sci.decoding.distribution import Distribution, pack_ids
 from e2sci.decoding.sampling import History
+from e2sci.session.judge import Draft, Judge
 from e2sci.session.messages import (
     MAX_QUEUE,
     MAX_TOKENS,
-    MAX_WINDOW,
-    CreditView,
     Finished,
     FinishReason,
-    Judged,
     Message,
     Open,
     ProtocolError,
-    Score,
     Verdict,
     Window,
     ids_of,
@@ -64,14 +57,6 @@ class CloudModel:
     vocab: int
     context: int
     eos: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A queued draft token and the draft's distribution, where it was sent."""
-
-    token: int
-    q: TopK | None
 
 
 @dataclass(frozen=True)
@@ -108,8 +93,6 @@ class CloudSession:
         self.tokens = History(prompt)
         for token in committed:
             self.tokens.append(token)
-        self.rule = make_rule(opening.rule)
-        self.credit = credit(opening.credit, opening.state)
         self.cached = 0
         self.carry: Distribution | None = None
         self.queue: list[Draft] = []
@@ -123,8 +106,7 @@ class CloudSession:
         self._model = model
         self._end = len(prompt) + self.limit
         self.prompt = len(prompt)
-        self._judged: list[Judged] = []
-        self._scores: list[Score] = []
+        self._judging = Judge(opening, model.vocab, credit)
 
     @property
     def written(self) -> int:
@@ -139,7 +121,7 @@ class CloudSession:
             return []
         if not self.prompt <= message.start <= self._end:
             raise ProtocolError("bad_window", f"window at {message.start}, outside of the output")
-        drafts = self._drafts(message)
+        drafts = self._judging.drafts(message)
         if message.branch > self.branch:
             if self.queue:
                 raise ProtocolError("bad_window", "a new branch while the old one is still alive")
@@ -206,8 +188,10 @@ class CloudSession:
         rejected = bool(outcomes) and not outcomes[-1].accepted
         bonus: list[int] = []
         if not rejected and not self.finished:
-            self.carry = self._limited(outputs[-1])
-            if not self.queue and (self.rule.eager or (judged and not self._opening.lookahead)):
+            self.carry = self._judging.limited(outputs[-1])
+            if not self.queue and (
+                self._judging.rule.eager or (judged and not self._opening.lookahead)
+            ):
                 bonus = [self._own_token()]
         said = self._verdict(start, outcomes, bonus)
         return said + (self._ending() if self.finished else self._use_carry())
@@ -242,16 +226,7 @@ class CloudSession:
 
     def _judge(self, draft: Draft, p: Distribution) -> Judgement:
         """Judge one draft token and commit what stands there."""
-        place = Place(self._limited(p), self._opening.sampling, self.tokens)
-        threshold = self.credit.threshold
-        try:
-            outcome = self.rule.judge(place, draft.token, draft.q, threshold)
-        except ValueError as error:
-            raise ProtocolError("bad_window", str(error)) from None
-        if self._opening.trace:
-            self._judged.append(self._record(place, draft, outcome, threshold))
-        self._observe(place, outcome)
-        self._score(place.p, outcome.token)
+        outcome = self._judging.judge(draft, p, self.tokens, self.passes)
         self.accepted += outcome.accepted
         self._commit(outcome.token)
         if not outcome.accepted:
@@ -259,19 +234,10 @@ class CloudSession:
             self.branch += 1
         return outcome
 
-    def _observe(self, place: Place, outcome: Judgement) -> None:
-        base = outcome.agreed
-        if outcome.distance is not None:
-            base = base or outcome.distance <= self.credit.params.t_base
-        spends = self.credit.params.budget is not None and not outcome.agreed and outcome.accepted
-        regret = place.regret(outcome.token) if spends else 0.0
-        self.credit.observe(accepted=outcome.accepted, base=base, regret=regret)
-
     def _own_token(self) -> int:
         """The carry's pick, committed."""
         assert self.carry is not None
-        token = Place(self.carry, self._opening.sampling, self.tokens).y
-        self._score(self.carry, token)
+        token = self._judging.pick(self.carry, self.tokens)
         self._commit(token)
         return token
 
@@ -283,10 +249,6 @@ class CloudSession:
         elif len(self.tokens) >= self._end:
             self.finished = "length"
 
-    def _limited(self, p: Distribution) -> Distribution:
-        """p without the ids that mean nothing at the other end (padding, foreign tails)."""
-        return p.limited(self._model.vocab)
-
     # ---- messages -------------------------------------------------------------------------
 
     def _verdict(self, start: int, outcomes: Sequence[Judgement], own: list[int]) -> list[Message]:
@@ -295,8 +257,7 @@ class CloudSession:
         accepted = [o for o in outcomes if o.accepted]
         rejected = len(accepted) < len(outcomes)
         ids = [o.token for o in outcomes if not o.accepted] + own
-        trace, self._judged = tuple(self._judged), []
-        scores, self._scores = tuple(self._scores), []
+        why = self._judging.report()
         return [
             Verdict(
                 request=self.request,
@@ -308,33 +269,11 @@ class CloudSession:
                 tolerated=pack_ids([i for i, o in enumerate(accepted) if not o.agreed]),
                 passes=self.passes,
                 fed=self.fed,
-                credit=None if self.rule.lossless else self._view(),
-                trace=trace,
-                scores=scores,
+                credit=why.credit,
+                trace=why.trace,
+                scores=why.scores,
             )
         ]
-
-    def _view(self) -> CreditView:
-        credit = self.credit
-        return CreditView(
-            credit=credit.value,
-            threshold=credit.threshold,
-            window=credit.suggested_window,
-            state=msgspec.structs.replace(credit.state),
-        )
-
-    def _score(self, p: Distribution, token: int) -> None:
-        """Keep what p says of a token that is committed, if the edge wants to know."""
-        if self._opening.top is None:
-            return
-        best = p.top(self._opening.top) if self._opening.top else None
-        self._scores.append(
-            Score(
-                log_prob=float(p.log_prob(np.array([token]))[0]),
-                ids=pack_ids(best.ids.tolist()) if best else b"",
-                log_probs=tuple(best.log_probs.tolist()) if best else (),
-            )
-        )
 
     def _ending(self) -> list[Message]:
         if self.finished is None:
@@ -343,43 +282,9 @@ class CloudSession:
         self.carry = None
         return [Finished(request=self.request, reason=self.finished)]
 
-    def _record(self, place: Place, draft: Draft, outcome: Judgement, threshold: float) -> Judged:
-        # Under rejection q is the processed, truncated q', which is no match for the raw p.
-        q = draft.q if self._opening.rule.name != "rejection" else None
-        return Judged(
-            position=place.position,
-            draft=draft.token,
-            pick=place.y,
-            js=divergence("js", place.p, q) if q else None,
-            tv=divergence("tv", place.p, q) if q else None,
-            p=float(np.exp(place.p.log_prob(np.array([draft.token]))[0])),
-            agreed=outcome.agreed,
-            accepted=outcome.accepted,
-            threshold=threshold,
-            credit=self.credit.value,
-            window=self.passes,
-        )
-
     def _count(self, done: Pass) -> None:
         self.passes += done.outputs > 0
         self.fed += len(done.tokens) - max(0, min(self.prompt - done.keep, len(done.tokens)))
-
-    def _drafts(self, message: Window) -> list[Draft]:
-        ids = ids_of(message.ids, self._model.vocab, MAX_WINDOW, "window")
-        if not ids:
-            raise ProtocolError("bad_window", "a window without tokens")
-        if not self.rule.needs_sketch and not message.sketches:
-            return [Draft(token, None) for token in ids]
-        if len(message.sketches) != len(ids):
-            raise ProtocolError(
-                "bad_window",
-                f"{len(ids)} tokens with {len(message.sketches)} sketches; expected one a token",
-            )
-        try:
-            sketches = [decode(data, self._model.vocab) for data in message.sketches]
-        except ValueError as error:
-            raise ProtocolError("bad_window", str(error)) from None
-        return [Draft(token, q) for token, q in zip(ids, sketches, strict=True)]
 
 
 def _check_opening(opening: Open, prompt: int, committed: int, model: CloudModel) -> None:
