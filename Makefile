@@ -1,4 +1,5 @@
-# install: the environment in .venv · demo: both ends on this machine · test: everything CI checks
+# install: the environment in .venv · demo: both ends on this machine · test: what a change must pass
+# test-engines: the engines that need gigabytes more
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 export CMAKE_ARGS ?= -DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'
 endif
 
-.PHONY: install demo test test-fast lint format bench models clean
+.PHONY: install demo test test-fast test-engines lint format bench models clean
 
 install: $(STAMP)
 
@@ -45,6 +46,11 @@ test-fast: install
 
 test: lint models
 	$(BIN)/python -m pytest
+
+# The engines that need gigabytes more: torch here, a vLLM server in an environment of its own.
+test-engines: models
+	$(BIN)/python -m pip install --quiet -e '.[transformers,gateway]'
+	E2SCI_ENGINES=1 $(BIN)/python -m pytest -m engines
 
 bench: models
 	$(BIN)/python benchmarks/overhead.py

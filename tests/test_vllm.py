@@ -1,7 +1,7 @@
 """The verifying gateway in front of a real vLLM server, on this machine's CPU.
 
-The environment is made on first use (tests/vllm_env.py; several minutes, 3 GB in the cache folder).
-E2SCI_SKIP_VLLM=1 leaves these tests out.
+The environment is made on first use (tests/vllm_env.py; several minutes, 3 GB in the cache folder),
+and only where `make test-engines` asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from live import free_port, pair
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.skipif("E2SCI_SKIP_VLLM" in os.environ, reason="E2SCI_SKIP_VLLM is set"),
+    pytest.mark.skipif("E2SCI_ENGINES" not in os.environ, reason="3 GB more: make test-engines"),
 ]
 
 PROMPTS = ["hello", "def add(a, b):", "Zürich 🙂", "x" * 300]
