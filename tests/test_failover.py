@@ -194,6 +194,18 @@ async def test_no_place_here_but_elsewhere(code):
         assert (len(a.openings), len(b.openings)) == (1, 2)
 
 
+async def test_without_patience_each_cloud_is_asked_once():
+    async with sites(Site("a"), Site("b")) as (a, b), Edge([a, b], draft(), patience=0) as edge:
+        a.refusals = [busy()]
+        await edge.generate("hello", max_tokens=3)
+        assert (len(a.openings), len(b.openings)) == (1, 1)
+    async with sites(Site("a"), Site("b")) as (a, b), Edge([a, b], draft(), patience=0) as edge:
+        a.refusals, b.refusals = [busy()] * 9, [busy()] * 9
+        with pytest.raises(Refused, match="busy: not now"):
+            await edge.generate("hello")
+        assert (len(a.openings), len(b.openings)) == (1, 1)
+
+
 async def test_draining_moves_new_requests_only():
     """What runs there may end there."""
     a, b = Site("a", slow), Site("b")

@@ -108,9 +108,18 @@ class Recovery:
         self._without_place()
         if not error.retryable:
             self._give_up(error.message)
-        elif self._left > 0 or (self._lost and self._on_loss == "fail"):
-            self._strike(connection, error.message)
-            self._wait_or_move(connection, error)
+            return
+        self._strike(connection, error.message)
+        pause = max(error.retry_after_s, min(_PAUSES[1], _PAUSES[0] * 2**self._refusals))
+        self._refusals += 1
+        connection.shun(SHUN_SECONDS if error.code == "draining" else pause)
+        if self._moves():
+            self._tell(f"{error.message}: trying another cloud")
+            self._look(0.0)
+        elif self._left > 0:  # ask again when it may help
+            pause = min(pause * random.uniform(1.0, 1.2), self._left)
+            self._tell(f"{error.message}: trying again in {pause:.1f} s")
+            self._look(pause)
         elif self._lost:
             self._give_up(error.message)
         else:
@@ -192,18 +201,12 @@ class Recovery:
             return f"waiting {self._grace:.3g} s before drafting alone"
         return f"waiting up to {self._left:.3g} s"
 
-    def _wait_or_move(self, connection: Connection, error: Error) -> None:
-        """Ask another cloud at once; where none is at hand, ask again when it may help."""
-        pause = max(error.retry_after_s, min(_PAUSES[1], _PAUSES[0] * 2**self._refusals))
-        self._refusals += 1
-        connection.shun(SHUN_SECONDS if error.code == "draining" else pause)
-        if self._clouds.at_hand or self._left <= 0:
-            self._tell(f"{error.message}: trying another cloud")
-            self._look(0.0)
-        else:
-            pause = min(pause * random.uniform(1.0, 1.2), self._left)
-            self._tell(f"{error.message}: trying again in {pause:.1f} s")
-            self._look(pause)
+    def _moves(self) -> bool:
+        """Whether another cloud is asked at once; without patience, each a single time."""
+        if self._lost and self._on_loss == "fail":
+            return True
+        fresh = self._refusals < len(self._clouds.connections)
+        return self._clouds.at_hand and (fresh or self._left > 0)
 
     def _look(self, pause: float) -> None:
         self._search = asyncio.get_running_loop().create_task(self._find(pause))
