@@ -118,6 +118,8 @@ def serving(model: Path, port: int) -> Iterator[str]:
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it keeps to a core that may be busy
+        "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
