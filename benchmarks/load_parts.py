@@ -283,7 +283,7 @@ def _dial(end: Channel) -> Callable[[], Awaitable[Channel]]:
 
 
 def tests() -> Figures:
-    environment = {**os.environ, "E2SCI_FRAMES": "100000"}
+    environment = {**os.environ, "E2SCI_FRAMES": "100000", "E2SCI_FAULT_RUNS": "200"}
     figures = {}
     for name in ("test_fuzz.py", "test_faults.py"):
         command = [sys.executable, "-m", "pytest", "-v", "--no-header", f"tests/{name}"]
