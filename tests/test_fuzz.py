@@ -2,7 +2,8 @@
 
 Frames are those of a real conversation, mutated: bytes flipped, cut, doubled or drawn anew, fields
 replaced by values of other types and sizes, valid messages in the wrong order. They come over many
-connections, since a frame that can't be read ends its connection. E2SCI_FRAMES=100000 for a longer run.
+connections, since a frame that can't be read ends its connection. E2SCI_FRAMES=100000 makes it a
+longer run.
 """
 
 from __future__ import annotations
