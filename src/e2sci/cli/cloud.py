@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -19,11 +18,12 @@ from e2sci.cli.common import (
     Address,
     BadInput,
     Seconds,
+    cannot_listen,
     friendly,
     listen_option,
     refuse_remote,
 )
-from e2sci.cli.keys import DEFAULT as DEFAULT_KEYS
+from e2sci.cli.keys import keys_option
 from e2sci.cli.target import target, target_options
 from e2sci.decoding.credit import Credit
 from e2sci.decoding.predictor import NetworkPredictor
@@ -44,15 +44,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @target_options
 @listen_option("127.0.0.1:7071")
-@click.option(
-    "--keys",
-    "key_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    is_flag=False,
-    flag_value=str(DEFAULT_KEYS),
-    metavar="[FILE]",
-    help="Let in only who has a key of `e2sci keys`; without FILE, from where these go.",
-)
+@keys_option
 @click.option("--tls-cert", type=_file, help="Serve wss:// with this certificate (PEM, chain).")
 @click.option("--tls-key", type=_file, help="Its private key (PEM, without a password).")
 @click.option(
@@ -103,7 +95,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--verbose", is_flag=True, help="Log connections, requests and refusals.")
 def cloud(
     listen: Address,
-    key_file: Path | None,
+    keys_file: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
     insecure: bool,
@@ -129,11 +121,11 @@ def cloud(
     e2sci cloud --listen 0.0.0.0:7071 --keys --tls-cert cert.pem --tls-key key.pem --log json
     e2sci cloud --engine vllm --url http://127.0.0.1:8000 --tokenizer Qwen/Qwen2.5-7B --slots 32
     """
-    wanted = {"--keys": key_file, "--tls-cert": tls_cert}
+    wanted = {"--keys": keys_file, "--tls-cert": tls_cert}
     if missing := [name for name, given in wanted.items() if given is None]:
         refuse_remote(listen, "--insecure", insecure, missing)
     with friendly():
-        keys = Keys.load(key_file) if key_file else None
+        keys = Keys.load(keys_file) if keys_file else None
         tls = _tls(tls_cert, tls_key)
         credit = partial(Credit, predictor=_predictor(calibration, predictor))
     _require_free(listen)
@@ -189,13 +181,7 @@ def _require_free(listen: Address) -> None:
     try:
         socket.create_server(listen, family=family).close()
     except OSError as error:
-        raise _cannot_listen(listen, error) from None
-
-
-def _cannot_listen(listen: Address, error: OSError) -> BadInput:
-    taken = error.errno == errno.EADDRINUSE
-    reason = "the port is in use; 0 takes any free one" if taken else error.strerror
-    return BadInput(f"can't listen on {listen}: {reason}")
+        raise cannot_listen(listen, error) from None
 
 
 async def _run(
@@ -210,7 +196,7 @@ async def _run(
         try:
             port = await stack.enter_async_context(serve(cloud, *listen))
         except OSError as error:
-            raise _cannot_listen(listen, error) from None
+            raise cannot_listen(listen, error) from None
         announce(Address(listen.host, port))
         await until_signalled(cloud, drain)
 

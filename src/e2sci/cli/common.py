@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -77,15 +78,15 @@ def address(value: str) -> Address:
     return Address(host, int(port))
 
 
-def listen_option(default: str) -> Callable[[F], F]:
-    """Where a command listens; see `refuse_remote`."""
+def listen_option(default: str, who: str = "edges") -> Callable[[F], F]:
+    """Where a command listens, and for whom; see `refuse_remote`."""
     return click.option(
         "--listen",
         type=address,
         metavar="HOST:PORT",
         default=default,
         show_default=True,
-        help="Where edges connect; port 0 takes any free one.",
+        help=f"Where {who} connect; port 0 takes any free one.",
     )
 
 
@@ -96,6 +97,13 @@ def refuse_remote(listen: Address, flag: str, meant: bool, missing: Sequence[str
         return
     without = f" without {' and '.join(missing)}" if missing else ""
     raise BadInput(f"--listen {listen} is open to other machines{without}; add {flag} to mean it")
+
+
+def cannot_listen(listen: Address, error: OSError) -> BadInput:
+    """What to say of an address that can't be had."""
+    taken = error.errno == errno.EADDRINUSE
+    reason = "the port is in use; 0 takes any free one" if taken else error.strerror
+    return BadInput(f"can't listen on {listen}: {reason}")
 
 
 @contextmanager

@@ -26,6 +26,17 @@ _file = click.option(
 )
 _limit = click.IntRange(1)
 
+keys_option = click.option(
+    "--keys",
+    "keys_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_flag=False,
+    flag_value=str(DEFAULT),
+    metavar="[FILE]",
+    help="Let in only who has a key of `e2sci keys`; without FILE, from where these go.",
+)
+"""Of the commands that let others in."""
+
 
 @click.group()
 def keys() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from websockets.asyncio.server import Server, serve
@@ -20,6 +19,7 @@ from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.transport import OPEN_SECONDS
 from e2sci.server.door import CONNECTIONS, Door
 from e2sci.server.keys import Keys
+from e2sci.server.signals import signals
 from e2sci.session.messages import MAX_FRAME
 
 log = logging.getLogger("e2sci.cloud")
@@ -89,15 +89,7 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
 async def until_signalled(cloud: Cloud, drain_s: float) -> None:
     """Return behind SIGINT or SIGTERM: once the requests under way have ended, `drain_s` seconds
     are over, or a second signal comes."""
-    first, second = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (second if first.is_set() else first).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(NotImplementedError):  # not on Windows, where Ctrl-C still interrupts
-            loop.add_signal_handler(number, signalled)
+    first, second = signals()
     await first.wait()
     assert cloud.scheduler is not None
     if drain_s and not cloud.scheduler.empty.is_set():
