@@ -10,7 +10,7 @@ import click
 from e2sci import __version__
 
 COMMANDS = (
-    *("cloud", "run", "demo", "models", "link", "doctor", "keys", "top"),
+    *("cloud", "run", "serve", "demo", "models", "link", "doctor", "keys", "top"),
     *("plan", "bench", "trace", "inertia", "calibrate", "fleet"),
 )
 

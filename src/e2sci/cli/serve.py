@@ -1,0 +1,273 @@
+"""`e2sci serve`: an edge that OpenAI's clients can talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from e2sci.cli.common import (
+    Address,
+    BadInput,
+    Seconds,
+    cannot_listen,
+    friendly,
+    listen_option,
+    load,
+    model_options,
+    refuse_remote,
+)
+from e2sci.cli.keys import keys_option
+from e2sci.cli.reach import dials, reach_options
+from e2sci.decoding.acceptance import Measure, RuleName
+from e2sci.engines.load import DEFAULT
+from e2sci.runtime.connection import CloudUnreachable
+from e2sci.runtime.edge import Edge, options_from
+from e2sci.runtime.options import Mode, OnCloudLoss
+from e2sci.server import logs
+from e2sci.server.keys import Keys
+from e2sci.server.openai_requests import DEFAULT_MODE, DEFAULTS, REQUESTS
+from e2sci.server.signals import signals
+
+if TYPE_CHECKING:
+    from e2sci.server.edge_port import Port
+
+log = logging.getLogger("e2sci.serve")
+
+
+def origin(value: str) -> str:
+    """What browsers send as the origin of a page; raises BadInput."""
+    scheme, _, place = value.partition("://")
+    if value in ("*", "null") or (scheme and place and "/" not in place):
+        return value
+    raise BadInput(f"{value!r} is no origin; expected SCHEME://HOST[:PORT], or * for all pages")
+
+
+@click.command()
+@reach_options
+@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@listen_option("127.0.0.1:8080", "clients")
+@keys_option
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Let --listen take other than loopback: keys and texts travel unencrypted.",
+)
+@click.option(
+    "--cors",
+    "origins",
+    type=origin,
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin call, as in http://localhost:3000; may be repeated.",
+)
+@click.option("--name", help="What clients call the model.  [default: the cloud's name for it]")
+@click.option(
+    "--mode",
+    type=click.Choice(get_args(Mode)),
+    default=DEFAULT_MODE,
+    show_default=True,
+    help="How requests are written that don't say; as in `e2sci run`, like the next six.",
+)
+@click.option(
+    "--accept",
+    type=click.Choice(get_args(RuleName)),
+    default=DEFAULTS.accept,
+    show_default=True,
+    help="The acceptance rule; strict changes nothing in the target's text.",
+)
+@click.option(
+    "--measure",
+    type=click.Choice(get_args(Measure)),
+    default=DEFAULTS.measure,
+    show_default=True,
+    help="What fuzzy and elastic compare with the threshold.",
+)
+@click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
+@click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
+@click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]")
+@click.option(
+    "--on-cloud-loss",
+    type=click.Choice(get_args(OnCloudLoss)),
+    default=DEFAULTS.on_cloud_loss,
+    show_default=True,
+    help="With no cloud left: wait for one, let the draft go on alone meanwhile, or fail.",
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=DEFAULTS.sampling.temperature,
+    show_default=True,
+    help="Of requests that name none; 0: greedy.",
+)
+@click.option(
+    "--max-requests",
+    "requests",
+    type=click.IntRange(1, 1 << 16),
+    default=REQUESTS,
+    show_default=True,
+    help="Requests at once, those that wait for the draft model included.",
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="Texts that the draft model works on at once; each has a context of its own.",
+)
+@click.option(
+    "--wait",
+    type=Seconds(0),
+    default=15.0,
+    show_default=True,
+    help="Seconds to wait for a cloud that is away, lost in mid-answer, or has no place.",
+)
+@click.option(
+    "--drain",
+    type=Seconds(0, 86400),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
+)
+@click.option(
+    "--log",
+    "log_format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Lines for people, or a JSON object an event.",
+)
+@click.option("--verbose", is_flag=True, help="Log requests and refusals.")
+@model_options(4096)
+def serve(
+    cloud: tuple[str, ...],
+    key_file: Path | None,
+    ca: Path | None,
+    allow_insecure: bool,
+    draft: str,
+    listen: Address,
+    keys_file: Path | None,
+    insecure: bool,
+    origins: tuple[str, ...],
+    name: str | None,
+    requests: int,
+    slots: int,
+    wait: float,
+    drain: float,
+    log_format: logs.Format,
+    verbose: bool,
+    context: int,
+    threads: int | None,
+    gpu_layers: int,
+    **settings: Any,
+) -> None:
+    """Serve OpenAI's API on this machine, written by a draft model here and the target at --cloud.
+
+    It runs until Ctrl-C or SIGTERM. Then it takes no new request and lets those under way end; a
+    second signal ends it at once. Other machines are let in only with keys.
+
+    \b
+    e2sci serve
+    e2sci serve --cloud wss://cloud.example.org:7071 --temperature 0
+    e2sci serve --listen 0.0.0.0:8080 --keys --insecure --cors http://chat.example.org
+    """
+    with friendly():
+        options = options_from(DEFAULTS, settings)
+    alone = options.mode == "draft"
+    reached = None if alone else dials(cloud, key_file, ca, allow_insecure)
+    with friendly():
+        keys = Keys.load(keys_file) if keys_file else None
+    if keys is None and not listen.loopback:
+        raise BadInput(f"--listen {listen} is open to other machines; add --keys, and --insecure")
+    refuse_remote(listen, "--insecure", insecure, ["TLS"])
+    edge_app, listening = _parts()
+    with ExitStack() as stack, suppress(KeyboardInterrupt):
+        bound = stack.enter_context(_bound(listen))
+        verbose = verbose or log_format == "json"
+        logs.set_up(log_format, logging.INFO if verbose else logging.WARNING)
+        engine = load(
+            draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers, slots=slots
+        )
+        stack.callback(engine.close)
+        with friendly():
+            edge = Edge(reached, engine, patience=wait)
+            name = name or (engine.info.name if alone else None)
+            app = edge_app(
+                edge, name=name, defaults=options, keys=keys, origins=origins, requests=requests
+            )
+            at = Address(listen.host, bound.getsockname()[1])
+            announce = _log_start if log_format == "json" else _echo_start
+            asyncio.run(_run(edge, alone, partial(listening, app, bound), drain, at, announce))
+
+
+def _parts() -> tuple[Any, Any]:
+    """What needs the extra. Raises BadInput without it."""
+    try:
+        from e2sci.server.edge_app import edge_app
+        from e2sci.server.edge_port import listening
+    except ModuleNotFoundError as error:
+        raise BadInput(f'{error.name} is missing; run: pip install "e2sci[serve]"') from None
+    return edge_app, listening
+
+
+def _bound(listen: Address) -> socket.socket:
+    """The port, taken before a model is loaded; nobody can connect yet. Raises BadInput."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    made = socket.socket(family)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(listen)
+    except OSError as error:
+        made.close()
+        raise cannot_listen(listen, error) from None
+    return made
+
+
+async def _run(
+    edge: Edge,
+    alone: bool,
+    listening: Callable[[], AbstractAsyncContextManager[Port]],
+    drain: float,
+    at: Address,
+    announce: Callable[[Edge, Address], None],
+) -> None:
+    async with edge:
+        if not alone:
+            await _meet(edge)
+        async with listening() as port:
+            first, second = signals()
+            announce(edge, at)
+            await first.wait()
+            if drain and port.busy:
+                log.warning("draining, for %g s at most; a second signal ends it at once", drain)
+            await port.drain(drain, second)
+
+
+async def _meet(edge: Edge) -> None:
+    """Connect, so that a pair that can't work is told of now. A cloud may come later."""
+    try:
+        for notice in await edge.connect():
+            log.warning("%s", notice)
+    except CloudUnreachable as error:
+        log.warning("%s; requests wait for it", error)
+
+
+def _echo_start(edge: Edge, at: Address) -> None:
+    url = f"http://{at}/v1"
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    click.echo(f"{edge.engine.info.name} listens on {url}; Ctrl-C ends it", err=True)
+    click.echo(
+        f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        err=True,
+    )
+
+
+def _log_start(edge: Edge, at: Address) -> None:
+    log.info("listening", extra={"url": f"http://{at}/v1", "draft": edge.engine.info.name})

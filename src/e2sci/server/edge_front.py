@@ -1,0 +1,98 @@
+"""In front of an edge's routes: who is let in, how large a body may be, and each request's id."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from e2sci.runtime.admission import ANYONE, Client
+from e2sci.server.keys import Keys
+from e2sci.server.openai_errors import Failure
+
+log = logging.getLogger("e2sci.serve")
+
+MAX_BODY = 4 << 20
+"""Bytes of a request's body."""
+BODY_SECONDS = 30.0
+"""How long a body may take to come."""
+
+
+class Front:
+    """Around every route. Leaves `id` and `client` in the request's state.
+
+    `keys`: None lets everyone in; `origins`: web pages that may call, "*" for all.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys | None, origins: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id = secrets.token_hex(16)
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = id
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._require_guest(headers)
+            client = ANYONE if scope["path"] == "/healthz" else self._client(headers)
+        except Failure as failure:
+            await failure.response()(scope, receive, tagged)
+            return
+        scope["state"] = {"id": id, "client": client}
+        await self._app(scope, receive, tagged)
+
+    def _require_guest(self, headers: Headers) -> None:
+        """Raises Failure on a web page that was not invited. No page is served here, so each one's
+        origin is foreign, whatever name it has given this machine."""
+        origin = headers.get("origin")
+        if origin is not None and not {origin, "*"} & {*self._origins}:
+            log.info("refused: a web page that was not invited")
+            raise Failure(
+                403,
+                "web pages of this origin are not let in; `e2sci serve --cors ORIGIN` invites them",
+                code="origin_not_allowed",
+            )
+
+    def _client(self, headers: Headers) -> Client:
+        """Who asks. Raises Failure."""
+        if self._keys is None:
+            return ANYONE
+        given = headers.getlist("authorization")
+        scheme, _, presented = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        client = self._keys.find(presented.strip()) if scheme.lower() == "bearer" else None
+        if client is None:
+            log.info("refused: no key in force")
+            raise Failure(
+                401,
+                "this server needs a key that is in force, as Authorization: Bearer e2sci_…",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": 'Bearer realm="e2sci"'},
+            )
+        return client
+
+
+async def body_of(request: Request) -> bytes:
+    """A request's body. Raises Failure beyond its bounds, and ClientDisconnect."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:
+                    words = f"the body is over {MAX_BODY} bytes; shorten it"
+                    raise Failure(413, words, code="too_large")
+    except TimeoutError:
+        words = f"the body has not come within {BODY_SECONDS:g} s"
+        raise Failure(408, words, code="slow") from None
+    return bytes(body)
