@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from live import LiveCloud
+
+os.environ["E2SCI_CONFIG"] = os.devnull  # what this machine's user prefers is no matter
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from e2sci import __version__
+from e2sci.cli.settings import VARIABLE, configurable, origins, section_of, use
 
 COMMANDS = (
     *("cloud", "run", "serve", "demo", "models", "link", "doctor", "keys", "top"),
     *("plan", "bench", "trace", "inertia", "calibrate", "fleet"),
+    *("config", "completion"),
 )
 
 
@@ -40,7 +43,8 @@ class Lazy(click.Group):
             raise Interrupted("Interrupted") from None
         except click.UsageError as error:
             where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
-            raise Misused(error.format_message().rstrip(".") + where) from None
+            set_by = origins(error.ctx, error.format_message()) if error.ctx else ""
+            raise Misused(error.format_message().rstrip(".") + set_by + where) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -50,14 +54,28 @@ class Lazy(click.Group):
             return None
         command = getattr(importlib.import_module(f"e2sci.cli.{name}"), name)
         assert isinstance(command, click.Command)
-        return command
+        section = section_of(name)
+        return configurable(command, section) if section else command
 
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    envvar=VARIABLE,
+    metavar="FILE",
+    help=f"Defaults of your own.  [default: the variable {VARIABLE}, or what `e2sci config path` "
+    "says]",
+)
 @click.version_option(__version__)
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context, config_file: Path | None) -> None:
     """Edge-cloud speculative decoding: a small model here and a large one elsewhere write one text.
 
     Start with `e2sci demo`. For real use: `e2sci cloud` on the large machine, `e2sci run` on the
     small one.
     """
+    ctx.obj = config_file
+    if section_of(ctx.invoked_subcommand):
+        use(ctx, config_file)
