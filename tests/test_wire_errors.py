@@ -185,7 +185,6 @@ async def test_request_numbers_ascend(cloud):
         (window([65], start=len(opening().prompt) + 3), "bad_window", "expected"),
         (window([65, REAL_VOCAB]), "bad_token", "window"),
         (window([65] * 65), "malformed", "64"),
-        (window([]), "bad_window", "without tokens"),
         (window([65, 66], sketches=(b"\x01\x00\x41\x00",)), "bad_window", "2 tokens with 1"),
         (window([65], sketches=(b"\x05",)), "bad_window", "sketch"),
         (window([65], sketches=(b"\x01\x00\xff\xff\x7f\x00",)), "bad_window", "ids in a sketch"),

@@ -26,6 +26,7 @@ import msgspec
 
 from e2sci.decoding.sampling import History, SamplingParams, pick
 from e2sci.engines.base import Engine, Step
+from e2sci.runtime.auto import Learnt
 from e2sci.runtime.cloud import require_truncation
 from e2sci.runtime.clouds import Clouds
 from e2sci.runtime.connection import Connector, EdgeError
@@ -99,6 +100,7 @@ class Edge:
         self._patience = patience
         self._worker = worker or ThreadWorker("draft")
         self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._learnt = Learnt()
         self._known = Clouds(connectors, engine) if connectors else None
 
     async def __aenter__(self) -> Edge:
@@ -150,7 +152,7 @@ class Edge:
         EdgeError (CloudUnreachable, Refused, CloudLost with the text so far) when it can't go on.
         """
         options = options_from(self.options, changes)
-        if options.mode in ("sync", "pipelined"):
+        if options.mode in ("sync", "pipelined", "auto"):
             require_truncation(self.engine)
         ids = prompt_ids(self.engine, prompt, system=options.system, raw=options.raw)
         pieces = (
@@ -202,6 +204,7 @@ class Edge:
                 ids,
                 options,
                 limit,
+                self._learnt,
             )
             for notice in notices:
                 request.tell(notice)

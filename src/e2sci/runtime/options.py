@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from e2sci.decoding.acceptance import Measure, RuleName, RuleParams
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.sampling import SamplingParams
+from e2sci.runtime.choice import Way
 from e2sci.session.edge import Commit
 from e2sci.session.messages import MAX_TOP, MAX_WINDOW, Judged
 
-Mode = Literal["cloud", "draft", "sync", "pipelined"]
+Mode = Literal["cloud", "draft", "sync", "pipelined", "auto"]
 OnCloudLoss = Literal["wait", "draft", "fail"]
 
 DEFAULT_WINDOW = {"sync": 5, "pipelined": 4}
@@ -25,10 +27,13 @@ class Options:
     """One generation. Raises ValueError on contradictory or out-of-range settings.
 
     `mode`: `cloud` (target alone, streamed), `draft` (draft alone, no cloud), `sync` (classic
-    speculative decoding) or `pipelined`. `accept`: the acceptance rule; `strict` changes nothing in
-    the target's text. Of fuzzy and elastic: `measure` and `threshold` (nats); a threshold given to
-    elastic is its T_base, and T stays between a quarter of it and 1.75 times it (ours: the ratios
-    of the default bounds). `budget`: mean regret in nats a token at most. `floor`: least p(x) of a
+    speculative decoding), `pipelined`, or `auto`: what pays, by what the edge measures meanwhile,
+    where `gamma` ≥ 0 is what a ms of the cloud's computing is worth in ms of waiting.
+
+    `accept`: the acceptance rule; `strict` changes nothing in the target's text. Of fuzzy and
+    elastic: `measure` and `threshold` (nats); a threshold given to elastic is its T_base, and T
+    stays between a quarter of it and 1.75 times it (ours: the ratios of the default bounds).
+    `budget`: mean regret in nats a token at most. `floor`: least p(x) of a
     token that is not the target's pick. `agreement`: accept on x = y (None: the rule's own way).
     `constants`: of credit and threshold, in place of those derived from the fields before.
 
@@ -45,6 +50,7 @@ class Options:
     """
 
     mode: Mode = "pipelined"
+    gamma: float = 0.0
     accept: RuleName = "strict"
     measure: Measure = "js"
     threshold: float | None = None
@@ -71,6 +77,8 @@ class Options:
         _within("lookahead", self.lookahead, 1, MAX_WINDOW)
         _within("logprobs", self.logprobs, 0, MAX_TOP)
         _within("max_tokens", self.max_tokens, 1, 1 << 18)
+        if not 0 <= self.gamma < inf:
+            raise ValueError(f"gamma is {self.gamma}; expected 0 or more")
         if self.eta is not None and not 0 <= self.eta <= 8:
             raise ValueError(f"eta is {self.eta}; expected 0 to 8")
         if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
@@ -89,6 +97,8 @@ class Options:
                     raise ValueError(f"mode {self.mode} is {alone}: drop {name}")
             if self.accept != "strict":
                 raise ValueError(f"mode {self.mode} is {alone}: drop accept={self.accept}")
+        if self.gamma and self.mode != "auto":
+            raise ValueError(f"mode {self.mode} weighs nothing: drop gamma, or use mode auto")
         if self.threshold is not None and not thresholded:
             raise ValueError(
                 f"{self.accept} has no threshold; use it with accept=fuzzy or accept=elastic"
@@ -139,10 +149,11 @@ class Options:
         return self.window or DEFAULT_WINDOW.get(self.mode, 4)
 
     @property
-    def fills(self) -> bool:
-        if self.mode == "cloud":
-            return True
-        return self.mode == "pipelined" if self.fill is None else self.fill
+    def way(self) -> Way:
+        """How to write, where that does not depend on measurements."""
+        assert self.mode in ("cloud", "sync", "pipelined")
+        fill = self.mode != "sync" if self.fill is None else self.fill
+        return Way(self.mode, fill, self.window_size)
 
 
 def _within(name: str, value: int | None, low: int, high: int) -> None:

@@ -20,8 +20,15 @@ import msgspec
 from e2sci.decoding.acceptance import Proposal
 from e2sci.decoding.distribution import pack_ids, unpack_ids
 from e2sci.engines.base import EngineError
+from e2sci.runtime.auto import PING_SECONDS, Auto, Learnt
 from e2sci.runtime.clouds import Clouds
-from e2sci.runtime.connection import Connection, ConnectionLost, EdgeError, Inbox
+from e2sci.runtime.connection import (
+    CloudUnreachable,
+    Connection,
+    ConnectionLost,
+    EdgeError,
+    Inbox,
+)
 from e2sci.runtime.drafter import Drafter, DraftJob
 from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.record import Record
@@ -45,6 +52,8 @@ from e2sci.session.messages import (
 )
 
 log = logging.getLogger("e2sci.edge")
+
+_STEP = 4  # tokens fed in an ordinary draft step at most; more is reading
 
 
 class _Sent(NamedTuple):
@@ -79,6 +88,7 @@ class Request:
         prompt: list[int],
         options: Options,
         limit: int,
+        learnt: Learnt,
     ) -> None:
         self._connection = connection
         self._worker = worker
@@ -96,6 +106,8 @@ class Request:
             wake=self._inbox.wake,
             tell=self.tell,
         )
+        self._auto = self._guide(learnt) if options.mode == "auto" else None
+        way = self._auto.way if self._auto else options.way
         self._opening = Open(
             request=connection.request(self._inbox),
             prompt=pack_ids(prompt),
@@ -104,18 +116,18 @@ class Request:
             rule=options.rule,
             credit=options.credit,
             drafting=drafter is not None,
-            lookahead=options.mode == "pipelined",
-            fill=options.fills,
+            lookahead=way.mode == "pipelined",
+            fill=way.fill,
             trace=options.trace,
             top=options.logprobs,
             id=options.request_id,
         )
         self._session = EdgeSession(
             self._opening,
-            window=options.window_size,
+            window=way.window,
             eos=frozenset(welcome.eos),
             vocab=welcome.shared_vocab,
-            lookahead=Lookahead(options.window_size, options.eta, options.lookahead),
+            lookahead=Lookahead(way.window, options.eta, options.lookahead),
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._draft_s: float | None = None
@@ -134,8 +146,11 @@ class Request:
         """The text as it is committed, and notices; the last piece carries the result. Raises
         EdgeError."""
         told = 0
+        pinging = asyncio.create_task(self._ping()) if self._auto else None
         try:
             await self._send([self._opening])
+            if self._auto and not self._auto.drafting:
+                await self._send(self._session.rest())
             while not self._session.finished and not self._record.stopped:
                 commits = await self._turn()
                 while told < len(self._notices):
@@ -150,6 +165,8 @@ class Request:
             self._record.close()
             raise CloudLost(f"the cloud is gone: {error}", self._result("lost")) from None
         finally:
+            if pinging is not None:
+                pinging.cancel()
             await self._leave()
 
     async def _turn(self) -> list[Commit]:
@@ -172,6 +189,8 @@ class Request:
         if self._recovery.alone():
             commits += self._session.alone()
         await self._send(self._session.flush())
+        if self._auto is not None and commits and self._session.connected:
+            await self._follow(self._auto, len(commits))
         return commits
 
     # ---- drafting -------------------------------------------------------------------------
@@ -192,10 +211,42 @@ class Request:
         except EngineError as error:
             raise EdgeError(f"the draft model failed: {error}") from error
         took = now() - began
+        if self._auto is not None and job.position - job.keep <= _STEP:
+            self._auto.drafted(took)
         self._draft_s = (
             took if self._draft_s is None else self._draft_s + 0.2 * (took - self._draft_s)
         )
         await self._send(self._session.drafted(proposal, job.position, job.branch))
+
+    # ---- mode auto ------------------------------------------------------------------------
+
+    def _guide(self, learnt: Learnt) -> Auto:
+        welcome, options = self._connection.welcome, self._options
+        return Auto(
+            learnt,
+            welcome.pass_ms if welcome else (),
+            self._connection.rtt_s or 0.0,
+            gamma=options.gamma,
+            fill=options.fill,
+            window=options.window,
+            tell=self.tell,
+        )
+
+    async def _follow(self, auto: Auto, tokens: int) -> None:
+        """Draft or rest, as what was written suggests."""
+        auto.wrote(tokens, now())
+        self._session.window_size = self._session.lookahead.window = auto.way.window
+        if auto.drafting:
+            self._session.resting = False
+        elif not self._session.resting:
+            await self._send(self._session.rest())
+
+    async def _ping(self) -> None:
+        """Measure the round trip, time and again."""
+        while self._auto is not None:
+            with suppress(CloudUnreachable):
+                self._auto.pinged(await self._connection.ping())
+            await asyncio.sleep(PING_SECONDS)
 
     # ---- the cloud ------------------------------------------------------------------------
 
@@ -208,12 +259,20 @@ class Request:
                 case Verdict():
                     self._measure(message)
                     self._trace += self._stamped(message.trace)
-                    return self._session.verdict(message)
+                    return self._judged(message)
                 case Finished():
                     self._session.finish(message)
         except ProtocolError as error:
             raise EdgeError(f"the cloud broke the protocol: {error}") from None
         return []
+
+    def _judged(self, verdict: Verdict) -> list[Commit]:
+        counts = self._session.stats
+        accepted, corrections = counts.accepted, counts.corrections
+        commits = self._session.verdict(verdict)
+        if self._auto is not None:
+            self._auto.judged(counts.accepted - accepted, counts.corrections - corrections)
+        return commits
 
     def _measure(self, verdict: Verdict) -> None:
         """Learn how many tokens are drafted in the time from a window to its verdict."""
@@ -238,7 +297,7 @@ class Request:
         try:
             for message in messages:
                 self._uplink += await self._connection.send(message)
-                if isinstance(message, Window):
+                if isinstance(message, Window) and message.ids:
                     end = message.start + len(unpack_ids(message.ids, MAX_WINDOW))
                     self._on_the_way.append(_Sent(message.branch, end, now()))
         except ConnectionLost:
@@ -261,6 +320,10 @@ class Request:
             self._connection = found
             self._opening = self._session.reopen(found.request(self._inbox))
             await self._send([self._opening])
+            if self._auto is not None and found.welcome is not None:
+                self._auto.linked(found.welcome.pass_ms, found.rtt_s or 0.0)
+            if self._session.resting:
+                await self._send(self._session.rest())
 
     async def _leave(self) -> None:
         """Free what the request holds, here and at the cloud."""
@@ -277,7 +340,7 @@ class Request:
         counts, credit = self._session.stats, self._session.credit
         judged = counts.accepted + counts.corrections
         stats = Stats(
-            mode=self._options.mode,
+            mode=self._auto.mode if self._auto else self._options.mode,
             accept=self._options.accept,
             **self._record.times(),  # type: ignore[arg-type]
             drafted=counts.drafted,

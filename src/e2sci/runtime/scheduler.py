@@ -172,7 +172,7 @@ class Scheduler:
 
     def _wants(self, seat: Seat) -> bool:
         """Whether a seat has something to feed, now or whenever the cloud likes."""
-        return seat.session.plan(1, fill=seat.opening.fill) is not None
+        return seat.session.plan(1, fill=seat.fills) is not None
 
     def _empty(self, sequence: int) -> None:
         """Its next user's passes queue up behind the truncation."""

@@ -105,6 +105,11 @@ class Seat:
         return self.client.name
 
     @property
+    def fills(self) -> bool:
+        """Whether the cloud may decode by itself: always, or now that no drafts will come."""
+        return self.opening.fill or self.session.by_itself
+
+    @property
     def missing(self) -> int:
         """Tokens committed and not cached."""
         return len(self.session.tokens) - self.session.cached
@@ -134,9 +139,9 @@ class Seat:
         """The time from which the cloud is to decode by itself; None if only a message can change
         anything."""
         session = self.session
-        if not self.opening.fill or session.queue or session.finished:
+        if not self.fills or session.queue or session.finished:
             return None
-        if not self.opening.drafting:
+        if session.by_itself or not self.opening.drafting:
             return now
         return self.arrivals.fill_from(now, pass_s, self.acceptance)
 

@@ -10,6 +10,8 @@ draft tokens of the current branch, in order, not yet judged.
     window arrives ──► tokens already committed are compared and skipped (the first difference
                        kills the branch), the rest is queued
     carry + queue  ──► *pre-hit*: the first queued token is judged at once, without a pass
+    empty window   ──► no drafts will come for now: until the next window the cloud decodes by
+                       itself, also without fill (ours)
     no carry       ──► `plan()` says what the next pass feeds: what is committed but not cached
                        (the prompt, a correction, a pre-hit token), then the queue; `passed()`
                        judges the queue with what comes back: the longest accepted prefix stands
@@ -97,6 +99,7 @@ class CloudSession:
         self.carry: Distribution | None = None
         self.queue: list[Draft] = []
         self.branch = opening.branch
+        self.by_itself = False
         self.finished: FinishReason | None = None
         self.passes = self.fed = 0
         self.accepted = self.in_vain = 0
@@ -116,8 +119,10 @@ class CloudSession:
     # ---- events ---------------------------------------------------------------------------
 
     def window(self, message: Window) -> list[Message]:
-        """Draft tokens have come. Raises ProtocolError on a window that can't be ours."""
-        if self.finished or message.branch < self.branch:
+        """Draft tokens have come, or word that none will for now (a window without tokens). Raises
+        ProtocolError on a window that can't be ours."""
+        self.by_itself = not message.ids
+        if self.by_itself or self.finished or message.branch < self.branch:
             return []
         if not self.prompt <= message.start <= self._end:
             raise ProtocolError("bad_window", f"window at {message.start}, outside of the output")

@@ -13,6 +13,8 @@ model writes on; `branch` counts how often that line was cut.
                          equal to S's head  → committed, nothing lost
                          S empty            → committed (fill or bonus)
                          different          → S is cut, the branch dies, the token is committed
+    no drafts now  ──► `rest()`: what is left of S goes, then a window without tokens: until the
+                       next one the cloud decodes by itself, also without fill (ours)
     cloud lost     ──► `lost()`: S stays, and no windows go
                          `alone()`: S is committed unjudged, if the user wants that (ours)
                          `reopen()`: the request's whole state again, and S is sent anew
@@ -96,6 +98,7 @@ class EdgeSession:
         self.tail: list[Proposal] = []
         self.sent = 0
         self.connected = True
+        self.resting = False
         self.branch = opening.branch
         self.intact = 0
         self.window_size = window
@@ -122,6 +125,8 @@ class EdgeSession:
         """Whether one more draft token should be made now."""
         if self.finished or not self._opening.drafting or self._at_end():
             return False
+        if self.resting and self.connected:
+            return False
         if not self._opening.lookahead:
             return self.sent == 0 and len(self.tail) < self.window_size
         return len(self.tail) < self.lookahead.limit
@@ -146,19 +151,24 @@ class EdgeSession:
         enough = 1 if self._opening.lookahead and not self.sent else self.window_size
         if not unsent or (len(unsent) < enough and self.wants_draft):
             return []
-        unsent = unsent[:MAX_WINDOW]
-        start = len(self.committed) + self.sent
-        self.sent += len(unsent)
+        window = self._window(unsent[:MAX_WINDOW])
+        self.sent += min(len(unsent), MAX_WINDOW)
         self.stats.windows += 1
-        return [
-            Window(
-                request=self._opening.request,
-                branch=self.branch,
-                start=start,
-                ids=pack_ids([p.token for p in unsent]),
-                sketches=tuple(p.sketch for p in unsent if p.sketch is not None),
-            )
-        ]
+        return [window]
+
+    def rest(self) -> list[Window]:
+        """Draft no more for now, and say so."""
+        self.resting = True
+        return [*self.flush(), self._window([])] if self.connected else []
+
+    def _window(self, tokens: list[Proposal]) -> Window:
+        return Window(
+            request=self._opening.request,
+            branch=self.branch,
+            start=len(self.committed) + self.sent,
+            ids=pack_ids([p.token for p in tokens]),
+            sketches=tuple(p.sketch for p in tokens if p.sketch is not None),
+        )
 
     def _at_end(self) -> bool:
         last = self.tail[-1].token if self.tail else None

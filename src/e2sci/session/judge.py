@@ -93,8 +93,6 @@ class Judge:
     def drafts(self, message: Window) -> list[Draft]:
         """The draft tokens of a window. Raises ProtocolError."""
         ids = ids_of(message.ids, self._vocab, MAX_WINDOW, "window")
-        if not ids:
-            raise ProtocolError("bad_window", "a window without tokens")
         if not self.rule.needs_sketch and not message.sketches:
             return [Draft(token, None) for token in ids]
         if len(message.sketches) != len(ids):

@@ -121,7 +121,8 @@ class Opened(Message, tag=4, frozen=True, kw_only=True):
 
 
 class Window(Message, tag=5, frozen=True, kw_only=True):
-    """Draft tokens at `start`, …; `sketches` of q, one a token, for rules that need them."""
+    """Draft tokens at `start`, …; `sketches` of q, one a token, for rules that need them. Without
+    tokens: no drafts will come for now, and the cloud decodes by itself until the next window."""
 
     request: int
     branch: int
