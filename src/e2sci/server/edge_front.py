@@ -17,6 +17,8 @@ from e2sci.server.openai_errors import Failure
 
 log = logging.getLogger("e2sci.serve")
 
+HEAD_BYTES = 16 << 10
+"""Bytes of a request's headers, and of the whole head while it is not complete."""
 MAX_BODY = 4 << 20
 """Bytes of a request's body."""
 BODY_SECONDS = 30.0
@@ -44,6 +46,8 @@ class Front:
 
         try:
             headers = Headers(scope=scope)
+            if sum(len(name) + len(value) for name, value in headers.raw) > HEAD_BYTES:
+                raise Failure(431, f"the headers are over {HEAD_BYTES} bytes", code="too_large")
             self._require_guest(headers)
             client = ANYONE if scope["path"] == "/healthz" else self._client(headers)
         except Failure as failure:
@@ -94,5 +98,5 @@ async def body_of(request: Request) -> bytes:
                     raise Failure(413, words, code="too_large")
     except TimeoutError:
         words = f"the body has not come within {BODY_SECONDS:g} s"
-        raise Failure(408, words, code="slow") from None
+        raise Failure(408, words, code="slow", headers={"Connection": "close"}) from None
     return bytes(body)

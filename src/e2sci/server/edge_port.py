@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from e2sci.server.edge_front import HEAD_BYTES
+
 CONNECTIONS = 256
 """TCP connections at once; the next one is dropped."""
-HEAD_BYTES = 16 << 10
-"""Bytes of a request's line and headers."""
 HEAD_SECONDS = 10.0
-"""How long these may take to come."""
+"""How long a request's line and headers may take to come."""
 IDLE_SECONDS = 30
 """How long a connection is kept for a next request."""
 _LAST_SECONDS = 1.0  # for saying that the server stops

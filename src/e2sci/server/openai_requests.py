@@ -153,8 +153,11 @@ def read(body: bytes, kind: type[ChatRequest] | type[TextRequest], base: Options
     """The body of a request. `base`: what it does not name. Raises ValueError."""
     request = _decoded(body, kind)
     _refuse(request)
-    chat = isinstance(request, ChatRequest)
-    prompts = [_chat(request.messages)] if isinstance(request, ChatRequest) else _prompts(request)
+    prompts: list[Prompt]
+    if isinstance(request, TextRequest):
+        prompts = _prompts(request)
+    else:
+        prompts = [_chat(request.messages)]
     n = 1 if request.n is None else request.n
     if not 1 <= n <= MAX_CHOICES:
         raise ValueError(f"n is {n}; expected 1 to {MAX_CHOICES}")
@@ -167,7 +170,7 @@ def read(body: bytes, kind: type[ChatRequest] | type[TextRequest], base: Options
     if wanted is not None and not request.stream:
         raise ValueError("stream_options: goes with stream = true only")
     return Ask(
-        chat=chat,
+        chat=isinstance(request, ChatRequest),
         model=request.model,
         prompts=prompts,
         n=n,
@@ -190,13 +193,18 @@ def _decoded(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatRe
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        place = where.strip("`").lstrip(".")
-        raise ValueError(f"{place}: {what[0].lower()}{what[1:]}" if place else what) from None
+        raise ValueError(_placed(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the body is no JSON: {error}") from None
     except RecursionError:
         raise ValueError("the body is nested too deeply") from None
+
+
+def _placed(message: str) -> str:
+    """msgspec's words with the place in front, as in `messages[0].role: expected …`."""
+    what, _, where = message.partition(" - at ")
+    place = where.removeprefix("`key` in ").strip("`").lstrip("$.")
+    return f"{place or 'the body'}: {what[0].lower()}{what[1:]}"
 
 
 def _refuse(request: Request) -> None:
