@@ -43,7 +43,10 @@ def test_one_user_alone_gets_what_one_request_gets(name):
     assert len(samples) > 2
     for sample in samples:
         assert sample.tokens == len(alone.token_ids) == 28
-        assert sample.seconds == pytest.approx(alone.stats.seconds, abs=1e-6)
+        # Behind its first request the cloud knows a client's acceptance, and sizes passes by it.
+        assert 0.9 * alone.stats.seconds <= sample.seconds <= alone.stats.seconds + 1e-6
+    if name in ("cloud", "sd"):
+        assert samples[0].seconds == pytest.approx(alone.stats.seconds, abs=1e-6)
         assert sample.ttft_s == pytest.approx(alone.stats.ttft_s, abs=1e-6)
 
 
