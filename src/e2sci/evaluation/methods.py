@@ -11,9 +11,11 @@
     amusd                asynchronous drafting (AMUSD, PipeSpec)    drafts run ahead without limit
     strict               E²-SCI, the target's own text              pipelined, filled
     elastic              E²-SCI, threshold by credit                pipelined, filled
+    auto                 what pays, by what is measured meanwhile   the target's own text
 
-`fsd@0.1`, `elastic@0.1`: at that threshold. `elastic-regret`: on the regret. Variants of elastic
-leave out or change one thing; VARIANTS says what. `strict` and `elastic` take `-no-fill`.
+`auto@1`: where a ms of the cloud is worth as much as one of waiting (γ). `fsd@0.1`, `elastic@0.1`:
+at that threshold. `elastic-regret`: on the regret. Variants of elastic leave out or change one
+thing; VARIANTS says what. `strict` and `elastic` take `-no-fill`.
 
 Baselines run on the same runtime, so a difference between two rows is the method's and not the
 implementation's; what is PEARL's or AMUSD's is their schedule, not their code.
@@ -119,7 +121,7 @@ VARIANTS: dict[str, str] = {
 
 BASES = ("cloud", "draft", "colocated", "sd", "sd-best", "fsd", "fsd-released", "pearl", "amusd")
 NAMES = (
-    *(*BASES, "strict", "strict-no-fill", "elastic", "elastic-regret"),
+    *(*BASES, "auto", "strict", "strict-no-fill", "elastic", "elastic-regret"),
     *(f"elastic-{variant}" for variant in VARIANTS),
 )
 
@@ -154,6 +156,8 @@ def method(name: str, setting: Setting) -> Method:
         return Method(name, {**_PIPELINED, "window": window, "lookahead": min(64, 2 * window)})
     if base == "amusd":
         return Method(name, {**_PIPELINED, "lookahead": 64})
+    if base == "auto":
+        return Method(name, {"mode": "auto", "gamma": given or 0.0})
     if base.startswith("strict"):
         return Method(name, {"mode": "pipelined", "fill": not base.endswith("-no-fill")})
     return _elastic(name, base, setting, given)
@@ -175,12 +179,13 @@ def _check(name: str) -> tuple[str, float | None]:
         raise ValueError(f"no method {name!r}; {hint}")
     if found["threshold"] is None:
         return base, None
-    if not base.startswith(("fsd", "elastic")):
+    if not base.startswith(("fsd", "elastic", "auto")):
         raise ValueError(f"{base} has no threshold; write {base} alone")
     try:
         return base, float(found["threshold"])
     except ValueError:
-        raise ValueError(f"{name!r}: {found['threshold']!r} is no threshold in nats") from None
+        unit = "γ" if base == "auto" else "threshold in nats"
+        raise ValueError(f"{name!r}: {found['threshold']!r} is no {unit}") from None
 
 
 def _round_trip(profile: Profile) -> int:

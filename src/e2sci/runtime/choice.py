@@ -1,17 +1,18 @@
 """Whether drafting pays, and how to draft: a pure function of what has been measured.
 
-Every way to write a text has a time a token and, for the cloud, a computing time a token. With t a
-draft token, c(n) a pass over n tokens, R the round trip, α the acceptance, and t_v = `verify_ms`:
+Every way to write has a time a token and, for the cloud, a computing time a token. With t a draft
+token, c(n) a pass over n tokens, R the round trip and α the acceptance:
 
-    cloud alone          c(1)                               c(1)
-    pipelined, filled    c(1) − α^f · (α·c(1) − max(t, t_v)),   f = R / (c(1) − t);   the same
-    pipelined            max of `yardsticks.pipelined`'s two, and half of what a full window waits
-    sync                 (W·t + R + c(W+1)) / E[tokens of W]    c(W+1) / E[tokens of W]
+    cloud alone          c(1); of the cloud the same
+    pipelined, filled    c(1) − α^f · (c(1) − p₀),  f = R / (c(1) − t); of the cloud the same
+    pipelined            p_R, and what a large window waits; c(W) · (1/W + 1 − α)
+    sync                 (W·t + R + c(W+1)) / E[tokens of W];  c(W+1) / E[tokens of W]
 
-The second is ours. Behind a rejection the cloud writes by itself, and the edge, faster by c(1) − t
-a token, needs f of the cloud's tokens to get ahead of it; each must be the one it drafted, so it
-succeeds with probability α^f. Ahead, a token takes t and 1 in 1/(1−α) costs a pass. So with fill
-drafting pays exactly if α·c(1) > max(t, t_v), at any distance, and the distance decides how much.
+p_R is `yardsticks.pipelined` at round trip R, p₀ without one: t + (1−α)·c(1) if passes take the
+same time at any size. The formula with fill is ours. Behind a rejection the cloud writes by itself,
+and the edge, faster by c(1) − t a token, has caught up f tokens later, if it drafted just these: α^f.
+Then it is ahead, and a token takes p₀ until the next rejection. So with fill drafting pays if
+p₀ < c(1), at any distance; the distance decides how much.
 
 What is least is (paper's objective, E_cloud in the cloud's milliseconds)
 
@@ -140,12 +141,11 @@ def why_not(measured: Measured) -> str:
 
 
 def _filled(m: Measured) -> float:
-    alone, alpha = m.pass_ms(1), m.acceptance
-    flow = max(m.draft_ms, yardsticks.verify_ms(alpha, m.pass_ms))
-    gain = alpha * alone - flow
+    alone = m.pass_ms(1)
+    gain = alone - 1000 / yardsticks.pipelined(m.acceptance, m.draft_ms, m.pass_ms, 0.0)
     if gain <= 0:
         return alone
-    return alone - float(alpha ** (m.rtt_ms / (alone - m.draft_ms))) * gain
+    return alone - float(m.acceptance ** (m.rtt_ms / (alone - m.draft_ms))) * gain
 
 
 def _ways(m: Measured, mode: str | None, fill: bool | None, window: int | None) -> Iterator[Way]:
