@@ -1,5 +1,5 @@
 # install: the environment in .venv · demo: both ends on this machine · test: what a change must pass
-# test-engines: the engines that need gigabytes more
+# test-engines: the engines that need gigabytes more · docs: the documentation site, in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 export CMAKE_ARGS ?= -DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'
 endif
 
-.PHONY: install demo test test-fast test-engines lint format bench models clean
+.PHONY: install demo test test-fast test-engines lint format bench models docs diagrams clean
 
 install: $(STAMP)
 
@@ -58,5 +58,14 @@ bench: models
 	$(BIN)/python benchmarks/strict.py
 	$(BIN)/python benchmarks/wall_clock.py
 
+# A warning is an error; `make test` builds it too (tests/test_site.py).
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pictures of the pages' mermaid diagrams, which are kept: only when a diagram has changed.
+diagrams: install
+	$(BIN)/python -m pip install --quiet 'mermaidx>=0.10,<1'
+	$(BIN)/python docs/_hooks/diagrams.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
