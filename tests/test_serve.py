@@ -14,8 +14,9 @@ from huggingface_hub import InferenceClient
 
 from e2sci.engines.base import Step
 from e2sci.engines.synthetic import EOS, SyntheticConfig
-from e2sci.runtime.edge import BlockingEdge
+from e2sci.runtime.edge import BlockingEdge, options_from
 from e2sci.runtime.text import prompt_ids
+from e2sci.server.openai_requests import DEFAULTS
 from live import LiveCloud, Watched, draft, target
 from serving import HELLO, NAME, LiveEdge, chat, refused, streamed, text_of
 
@@ -336,9 +337,6 @@ def test_ids_agree_everywhere(edge):
 
 
 def test_rules_by_request_and_by_default(one_cloud):
-    from e2sci.runtime.edge import options_from
-    from e2sci.server.openai_requests import DEFAULTS
-
     defaults = options_from(DEFAULTS, {"accept": "elastic", "threshold": 0.3, "temperature": 0.0})
     with LiveEdge(one_cloud, defaults=defaults) as edge:
 
@@ -352,8 +350,11 @@ def test_rules_by_request_and_by_default(one_cloud):
         assert rule(mode="cloud") == ("cloud", "strict", None)
         assert rule(mode="sync", accept="fuzzy", threshold=0.1) == ("sync", "fuzzy", 0.1)
         assert rule(threshold=0.01)[2] < 0.02
-        same = chat(edge, max_tokens=20, extra_body={"e2sci": {"mode": "draft"}})
-        assert same.e2sci["stats"][0]["mode"] == "draft"
+        assert rule(mode="auto", gamma=1.5)[1] == "elastic"
+        assert rule(mode="draft") == ("draft", "strict", None)
+    with LiveEdge(one_cloud, defaults=options_from(DEFAULTS, {"mode": "auto", "gamma": 2})) as edge:
+        for own in ({}, {"mode": "sync"}, {"mode": "cloud"}, {"accept": "typical"}, {"window": 3}):
+            assert chat(edge, max_tokens=5, extra_body={"e2sci": own}).usage.total_tokens
 
 
 # ---- clients ----------------------------------------------------------------------------------

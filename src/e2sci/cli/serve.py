@@ -74,7 +74,14 @@ def origin(value: str) -> str:
     type=click.Choice(get_args(Mode)),
     default=DEFAULT_MODE,
     show_default=True,
-    help="How requests are written that don't say; as in `e2sci run`, like the next six.",
+    help="How requests are written that don't say; as in `e2sci run`, like the next seven.",
+)
+@click.option(
+    "--gamma",
+    type=float,
+    default=DEFAULTS.gamma,
+    show_default=True,
+    help="Auto: what 1 ms of the cloud's computing is worth in ms of waiting; 0: fastest.",
 )
 @click.option(
     "--accept",
@@ -213,7 +220,8 @@ def _parts() -> tuple[Any, Any]:
         from e2sci.server.edge_app import edge_app
         from e2sci.server.edge_port import listening
     except ModuleNotFoundError as error:
-        raise BadInput(f'{error.name} is missing; run: pip install "e2sci[serve]"') from None
+        name = (error.name or "").partition(".")[0]
+        raise BadInput(f'{name} is missing; run: pip install "e2sci[serve]"') from None
     return edge_app, listening
 
 

@@ -41,6 +41,7 @@ class E2sci(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Our own options; those of `Options` by the same names."""
 
     mode: Mode | None = None
+    gamma: float | None = None
     accept: RuleName | None = None
     measure: Measure | None = None
     threshold: float | None = None
@@ -153,11 +154,7 @@ def read(body: bytes, kind: type[ChatRequest] | type[TextRequest], base: Options
     """The body of a request. `base`: what it does not name. Raises ValueError."""
     request = _decoded(body, kind)
     _refuse(request)
-    prompts: list[Prompt]
-    if isinstance(request, TextRequest):
-        prompts = _prompts(request)
-    else:
-        prompts = [_chat(request.messages)]
+    prompts = _prompts(request)
     n = 1 if request.n is None else request.n
     if not 1 <= n <= MAX_CHOICES:
         raise ValueError(f"n is {n}; expected 1 to {MAX_CHOICES}")
@@ -225,6 +222,23 @@ _ROLES = {
 }
 
 
+def _prompts(request: ChatRequest | TextRequest) -> list[Prompt]:
+    """One chat; or a text, token ids, or a list of either."""
+    if isinstance(request, ChatRequest):
+        return [_chat(request.messages)]
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(each) for each in given}
+    if kinds == {int}:
+        return [given]  # type: ignore[list-item]
+    if kinds in ({str}, {list}):
+        return given  # type: ignore[return-value]
+    raise ValueError(
+        "prompt: expected a text, token ids, or a list of one or the other that is not empty"
+    )
+
+
 def _chat(messages: Sequence[Message]) -> Chat:
     if not messages:
         raise ValueError("messages: there is none; expected one at least")
@@ -251,21 +265,6 @@ def _content(content: str | list[Part] | None, where: str) -> str:
         if part.type != "text" or part.text is None:
             raise ValueError(f"{where}: only parts of type text are read; drop the {part.type!r}")
     return "\n".join(part.text or "" for part in content)
-
-
-def _prompts(request: TextRequest) -> list[Prompt]:
-    """A text, token ids, or a list of either."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(each) for each in given}
-    if kinds == {int}:
-        return [given]  # type: ignore[list-item]
-    if kinds in ({str}, {list}):
-        return given  # type: ignore[return-value]
-    raise ValueError(
-        "prompt: expected a text, token ids, or a list of one or the other that is not empty"
-    )
 
 
 # ---- options ------------------------------------------------------------------------------
@@ -311,6 +310,8 @@ def _ours(ours: E2sci, base: Options, *, scored: bool) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if "mode" in named or "accept" in named:
         changes = {"measure": "js", **dict.fromkeys(("threshold", "budget", "constants", "window"))}
+    if "mode" in named:
+        changes["gamma"] = 0.0
     mode = named.get("mode", base.mode)
     if mode in ("cloud", "draft"):
         changes |= {"accept": "strict", "on_cloud_loss": "wait"}
