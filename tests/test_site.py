@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import click
 import pytest
+from mkdocs.exceptions import PluginError
 
 import e2sci
 from e2sci.cli import main
@@ -70,7 +72,7 @@ def site(tmp_path_factory) -> Path:
     """The site, built as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -135,6 +137,38 @@ def test_what_github_draws_is_drawn(site, pages):
         html = (site / name).read_text()
         assert not re.search(r"<p>[^<]*\n[-*] ", html), f"{name}: a list that is none here"
         assert not re.search(r"<p>\|", html), f"{name}: a table that is none here"
+
+
+GITHUBS = """\
+See [the code](../src/e2sci/session/edge.py#L1) and [this](method.md#limits).
+
+- one
+  - within
+- two
+
+```python run
+print("[kept](../as/it/is)")
+```
+
+```math
+\\hat r^2
+```
+"""
+
+
+def test_pages_are_turned_from_githubs_markdown(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs/_hooks")
+    import rendering
+
+    config = SimpleNamespace(extra={"repository": "https://example.org/e2sci/"})
+    text = rendering.on_page_markdown(GITHUBS, None, config, None)
+    edge = "https://example.org/e2sci/blob/main/src/e2sci/session/edge.py#L1"
+    assert f"[the code]({edge}) and [this](method.md#limits)" in text
+    assert "- one\n    - within\n- two\n" in text
+    assert '```python\nprint("[kept](../as/it/is)")\n```\n' in text
+    assert re.search(r'\n<div class="formula"><math [^\n]+</math></div>\n$', text)
+    with pytest.raises(PluginError, match="a stateDiagram-v2 has no picture; run: make diagrams"):
+        rendering.on_page_markdown("```mermaid\nstateDiagram-v2\n```", None, config, None)
 
 
 # ---- what is taken from the code ----------------------------------------------------------

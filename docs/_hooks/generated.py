@@ -82,8 +82,9 @@ def _cell(text: str) -> str:
 
 
 def examples() -> str:
-    """A section for each file: what its docstring says, then its code."""
-    return "\n\n".join(_example(path) for path in sorted(EXAMPLES.glob("*.py")))
+    """A section for each file, the shortest first: what its docstring says, then its code."""
+    shortest_first = sorted(EXAMPLES.glob("*.py"), key=lambda path: path.stat().st_size)
+    return "\n\n".join(map(_example, shortest_first))
 
 
 def _example(path: Path) -> str:
