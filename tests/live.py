@@ -94,26 +94,38 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 
 async def idle(cloud: Cloud) -> None:
-    """Wait until no request holds anything at the cloud."""
-    await until(lambda: cloud.scheduler.busy == 0 and cached(cloud.engine) == 0)
+    """Wait until no request holds anything at the cloud, which has what it keeps and no more."""
+    await until(lambda: cloud.scheduler.busy == 0)
+    await until(lambda: cached(cloud.engine) == cloud.scheduler.kept)
 
 
 @asynccontextmanager
-async def pair(draft_engine=None, target_engine=None, *, times=TIMES, limits=None, **edge_options):
-    """An edge (`edge.cloud`: its cloud) joined in memory; at the end nothing may be left behind."""
+async def pair(
+    draft_engine=None,
+    target_engine=None,
+    *,
+    times=TIMES,
+    limits=None,
+    keep_caches=False,
+    **edge_options,
+):
+    """An edge (`edge.cloud`: its cloud) joined in memory; at the end nothing may be left behind but
+    what both are to keep."""
     engine = draft_engine or draft()
     tasks = set()
-    async with Cloud(target_engine or target(), times=times, limits=limits) as cloud:
+    far = target_engine or target()
+    async with Cloud(far, times=times, limits=limits, keep_caches=keep_caches) as cloud:
 
         async def dial():
             here, there = memory_pair()
             tasks.add(asyncio.create_task(cloud.serve(there)))
             return here
 
-        async with Edge(dial, engine, **edge_options) as edge:
+        async with Edge(dial, engine, keep_caches=keep_caches, **edge_options) as edge:
             edge.cloud = cloud
             yield edge
-            await until(lambda: edge._free.qsize() == engine.slots and cached(engine) == 0)
+            await until(lambda: len(edge._free) == engine.slots)
+            await until(lambda: cached(engine) == edge._free.tokens)
         await asyncio.gather(*tasks)
         await idle(cloud)
 
@@ -131,12 +143,14 @@ class LiveCloud:
         *,
         times: PassTimes | None = TIMES,
         limits: Limits | None = None,
+        keep_caches: bool = False,
         **front: object,
     ) -> None:
         """`front`: what else `listening` takes."""
         self.engine = engine or target()
         self.times = times
         self.limits = limits
+        self.keep_caches = keep_caches
         self.front = front
         self.port = 0
 
@@ -158,7 +172,7 @@ class LiveCloud:
     def idle(self) -> None:
         """Wait until no request holds anything."""
         for _ in range(2500):
-            if self.busy == 0 and cached(self.engine) == 0:
+            if self.busy == 0 and cached(self.engine) == self.cloud.scheduler.kept:
                 return
             time.sleep(0.002)
         raise AssertionError("a request is still held")
@@ -205,7 +219,9 @@ class LiveCloud:
     async def _main(self, ready: Callable[[], object]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._channels = set()
-        cloud = self.cloud = Cloud(self.engine, times=self.times, limits=self.limits)
+        cloud = self.cloud = Cloud(
+            self.engine, times=self.times, limits=self.limits, keep_caches=self.keep_caches
+        )
         serve = cloud.serve
 
         async def tracked(channel, client):

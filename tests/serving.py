@@ -69,7 +69,7 @@ class LiveEdge:
     @property
     def free(self) -> bool:
         """Whether no generation holds anything here."""
-        return self.edge._free.qsize() == self.engine.slots and cached(self.engine) == 0
+        return len(self.edge._free) == self.engine.slots and cached(self.engine) == 0
 
     def idle(self) -> None:
         """Wait until nothing is held here, and at the cloud if it is a LiveCloud."""

@@ -479,7 +479,7 @@ async def test_a_user_who_leaves_while_the_cloud_is_searched_for_leaves_nothing(
             if piece.notice:
                 break
         await pieces.aclose()
-        await until(lambda: edge._free.qsize() == engine.slots and cached(engine) == 0)
+        await until(lambda: len(edge._free) == engine.slots and cached(engine) == 0)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert not [t for t in others if "_find" in repr(t)]
 

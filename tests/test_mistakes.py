@@ -18,6 +18,7 @@ from e2sci.cli import main
 from e2sci.decoding.distribution import Dense, pack_ids, unpack_ids
 from e2sci.engines.base import Step, text_of
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig
+from e2sci.runtime.caches import Cache
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.drafter import Drafter
 from e2sci.runtime.edge import Edge
@@ -266,7 +267,7 @@ def test_9_so_do_several_tokens_that_come_before_the_next_draft():
     ask, first = opening(), len(opening().prompt)
     eos = frozenset({EOS})
     edge = EdgeSession(ask, window=1, eos=eos, vocab=REAL_VOCAB, lookahead=Lookahead(4))
-    drafter = Drafter(target(), 0, rule=ask.rule, sampling=ask.sampling, vocab=REAL_VOCAB)
+    drafter = Drafter(target(), Cache(0), rule=ask.rule, sampling=ask.sampling, vocab=REAL_VOCAB)
 
     def proposed():
         job = drafter.begin(edge)

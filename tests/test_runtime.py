@@ -99,7 +99,7 @@ async def test_abandoning_a_stream_frees_both_ends_at_once(mode):
         async with aclosing(edge.stream("hello", mode=mode, max_tokens=500)) as pieces:
             async for _ in pieces:
                 break
-        assert edge._free.qsize() == 1
+        assert len(edge._free) == 1
         await idle(edge.cloud)
         await until(lambda: cached(engine) == 0)
         assert (await edge.generate("hello", mode=mode, max_tokens=5)).token_ids
@@ -122,7 +122,7 @@ async def test_cancelling_the_task_frees_both_ends(mode):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert edge._free.qsize() == 1
+        assert len(edge._free) == 1
         await idle(edge.cloud)
         await until(lambda: cached(engine) == 0)
 
@@ -179,7 +179,7 @@ async def test_a_draft_slot_survives_a_cloud_that_is_not_there():
         for _ in range(2):
             with pytest.raises(CloudUnreachable, match="nothing listens there"):
                 await edge.generate("hello")
-        assert edge._free.qsize() == 1
+        assert len(edge._free) == 1
 
 
 def test_blocking():
@@ -218,7 +218,7 @@ async def test_a_connection_lost_while_waiting_for_a_slot():
         async with Edge(cloud.url, Watched(seconds=0.002, slots=1), patience=5) as edge:
             await edge.connect()
             local = asyncio.create_task(edge.generate("hello", mode="draft", max_tokens=100))
-            await until(lambda: edge._free.empty())
+            await until(lambda: not edge._free)
             waiting = asyncio.create_task(edge.generate("hello", max_tokens=10))
             await asyncio.sleep(0.02)
             await asyncio.to_thread(cloud.kill)
@@ -262,6 +262,23 @@ def test_ctrl_c_in_a_blocking_generation_ends_it():
         with LiveCloud(far) as cloud, BlockingEdge(cloud.url, draft()) as edge:
             with pytest.raises(KeyboardInterrupt):
                 edge.generate("hello", max_tokens=3000, logit_bias={EOS: -100.0})
+            cloud.check()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_in_a_blocking_stream_ends_it():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    far = Watched(seconds=0.01)
+    far.hook = lambda n: n == 9 and signal.pthread_kill(main.ident, signal.SIGINT)
+    main = threading.main_thread()
+    try:
+        with LiveCloud(far) as cloud, BlockingEdge(cloud.url, draft()) as edge:
+            with pytest.raises(KeyboardInterrupt):
+                for _ in edge.stream("hello", max_tokens=3000, logit_bias={EOS: -100.0}):
+                    pass
+            cloud.idle()
+            assert edge.generate("hello", max_tokens=5).token_ids
             cloud.check()
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -21,6 +21,7 @@ from e2sci.decoding.distribution import pack_ids
 from e2sci.decoding.sampling import SamplingParams
 from e2sci.engines.base import Engine, Step
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig
+from e2sci.runtime.caches import Cache
 from e2sci.runtime.drafter import Drafter, DraftJob
 from e2sci.session.cloud import CloudModel, CloudSession, Pass
 from e2sci.session.edge import Commit, EdgeSession
@@ -117,7 +118,7 @@ class World:
             self.draft.truncate(0, 0)
             self.drafter = Drafter(
                 self.draft,
-                0,
+                Cache(0),
                 rule=self.opening.rule,
                 sampling=self.opening.sampling,
                 vocab=REAL_VOCAB,

@@ -74,6 +74,13 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
 )
 @click.option(
+    "--keep-caches/--no-keep-caches",
+    default=True,
+    show_default=True,
+    help="Keep what a request has read until its place is needed: the same client's next turn of a "
+    "conversation reads only what is new.",
+)
+@click.option(
     "--calibration",
     type=_file,
     help="Take the predictor for elastic thresholds from a file of `e2sci calibrate`.",
@@ -102,6 +109,7 @@ def cloud(
     waiting: int,
     connections: int,
     drain: float,
+    keep_caches: bool,
     calibration: Path | None,
     predictor: Path | None,
     log_format: logs.Format,
@@ -143,6 +151,7 @@ def cloud(
                 session=partial(CloudSession, credit=credit),
                 limits=Limits(waiting=waiting),
                 on_end=traces,
+                keep_caches=keep_caches,
             )
         announce = _log_start if as_json else _echo_start
         where = partial(listening, keys=keys, tls=tls, connections=connections)

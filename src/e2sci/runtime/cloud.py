@@ -69,7 +69,8 @@ class Cloud:
 
     `times`: pass times if known; else they are measured at start. `worker`: what runs the engine's
     calls, a thread by default; closed with the cloud. `session` makes a request's session. `on_end`
-    hears what became of each request.
+    hears what became of each request. `keep_caches`: let what a request has read outlive it until
+    its place is needed, for the same client's next turn of a conversation.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Cloud:
         worker: Worker | None = None,
         limits: Limits | None = None,
         on_end: Callable[[Ended], None] | None = None,
+        keep_caches: bool = False,
     ) -> None:
         require_truncation(engine)
         self.engine = engine
@@ -93,6 +95,7 @@ class Cloud:
         self._worker = worker or ThreadWorker("target")
         self._fingerprint = fingerprint(engine)
         self._on_end = on_end
+        self._keep_caches = keep_caches
         self._nobodies = count(1)
 
     async def __aenter__(self) -> Cloud:
@@ -105,6 +108,7 @@ class Cloud:
             limits=self.limits,
             metrics=self.metrics,
             on_end=self._on_end,
+            keep_caches=self._keep_caches,
         )
         self._running = asyncio.create_task(self.scheduler.run())
         return self

@@ -2,7 +2,8 @@
 
 A step has two halves, since the line may be cut while the model computes: `begin` reads the
 session (on the event loop), `compute` runs the model (on a worker thread). Whatever was cut in
-between, the next `begin` feeds from the length up to which the cache still holds the line.
+between, the next `begin` feeds from the length up to which the cache still holds the line. At the
+first step that is what the cache kept of an earlier text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from e2sci.decoding.acceptance import Proposal, RuleParams, make_rule
 from e2sci.decoding.sampling import History, SamplingParams
-from e2sci.engines.base import Engine, Step
+from e2sci.engines.base import Engine
+from e2sci.runtime.caches import Cache
 from e2sci.session.edge import EdgeSession
 
 
@@ -29,12 +31,12 @@ class DraftJob:
 
 
 class Drafter:
-    """Drafts for one request on sequence `sequence` of `engine`; ids stay below `vocab`."""
+    """Drafts for one request in `cache`, a sequence of `engine`; ids stay below `vocab`."""
 
     def __init__(
         self,
         engine: Engine,
-        sequence: int,
+        cache: Cache,
         *,
         rule: RuleParams,
         sampling: SamplingParams,
@@ -42,28 +44,23 @@ class Drafter:
         trace: bool = False,
     ) -> None:
         self._engine = engine
-        self._sequence = sequence
+        self._cache = cache
         self._rule = make_rule(rule)
         self._sampling = sampling
         self._vocab = vocab
         self._with_sketch = self._rule.needs_sketch or trace
+        self._begun = False
 
     def begin(self, session: EdgeSession) -> DraftJob:
         """The next step for the session's line as it is now."""
+        if not self._begun:
+            self._begun, session.intact = True, len(self._cache.tokens)
         keep = min(session.intact, len(session.line) - 1)
         session.intact = len(session.line)
         return DraftJob(keep, session.line.copy(), session.branch)
 
     def compute(self, job: DraftJob) -> Proposal:
         """Run the model. Raises ContextFull or EngineError; the session must then start anew."""
-        held = self._engine.length(self._sequence)
-        keep = min(job.keep, held)
-        if held > keep:
-            self._engine.truncate(self._sequence, keep)
-        [[q]] = self._engine.forward([Step(self._sequence, job.history.tokens[keep:])])
+        q = self._cache.behind(self._engine, job.history.tokens, job.keep)
         q = q.limited(self._vocab)
         return self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
-
-    def free(self) -> None:
-        """Give the sequence's cache back."""
-        self._engine.truncate(self._sequence, 0)

@@ -16,17 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from e2sci.decoding.sampling import History, SamplingParams, pick
-from e2sci.engines.base import Engine, Step
+from e2sci.engines.base import Engine
 from e2sci.runtime.auto import Learnt
+from e2sci.runtime.background import Background
+from e2sci.runtime.caches import Cache, Caches
 from e2sci.runtime.cloud import require_truncation
 from e2sci.runtime.clouds import Clouds
 from e2sci.runtime.connection import Connector, EdgeError
@@ -42,6 +43,8 @@ from e2sci.session.edge import Commit, Origin
 from e2sci.session.messages import Welcome
 
 log = logging.getLogger("e2sci.edge")
+
+T = TypeVar("T")
 
 _SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
 _OPTIONS = {f.name for f in fields(Options)}
@@ -69,6 +72,8 @@ class Edge:
     draft model; for `mode="cloud"` only its tokenizer is used. `patience`: seconds for which a
     cloud is waited for that is absent, lost or without a place. `options`: defaults of every
     generation. `worker`: what runs the engine's calls, a thread by default; closed with the edge.
+    `keep_caches`: let the draft's caches outlive a generation, so that the next prompt of a
+    conversation is read only from where it differs; not for users who must not know of each other.
 
     For URLs: `api_key`, `tls`, `allow_insecure` and `heartbeat_s` as in `transport.Dial`. Raises
     ValueError on a URL or a key that can't be used.
@@ -82,6 +87,7 @@ class Edge:
         patience: float = 15.0,
         options: Options | None = None,
         worker: Worker | None = None,
+        keep_caches: bool = False,
         api_key: str | None = None,
         tls: ssl.SSLContext | None = None,
         allow_insecure: bool = False,
@@ -99,18 +105,20 @@ class Edge:
         self.options = options or Options()
         self._patience = patience
         self._worker = worker or ThreadWorker("draft")
-        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._keep_caches = keep_caches
+        self._free = Caches(engine.slots)
+        self._turn = asyncio.Semaphore(engine.slots)
         self._learnt = Learnt()
         self._known = Clouds(connectors, engine) if connectors else None
 
     async def __aenter__(self) -> Edge:
-        for sequence in range(self.engine.slots):
-            self._free.put_nowait(sequence)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._known is not None:
             await self._known.close()
+        if self._keep_caches:
+            await self._worker.submit(self._empty)
         self._worker.close()
 
     async def connect(self, *, patience: float = 0.0) -> list[str]:
@@ -175,17 +183,17 @@ class Edge:
     async def _both(self, ids: list[int], options: Options) -> AsyncGenerator[Piece, None]:
         notices: list[str] = []
         async with AsyncExitStack() as stack:
-            sequence = None if options.mode == "cloud" else await self._sequence(stack)
+            cache = None if options.mode == "cloud" else await self._cache(stack, ids)
             # Last, so that nothing is awaited between having a connection and using it.
             connection = await self._clouds.ensure(self._patience, tell=notices.append)
             welcome = connection.welcome
             assert welcome is not None
             drafter, context = None, welcome.context
-            if sequence is not None:
+            if cache is not None:
                 context = min(context, self.engine.info.context)
                 drafter = Drafter(
                     self.engine,
-                    sequence,
+                    cache,
                     rule=options.rule,
                     sampling=options.sampling,
                     vocab=welcome.shared_vocab,
@@ -219,11 +227,11 @@ class Edge:
         record = Record(TextStream(self.engine.tokenizer, options.stop), info.eos_ids)
         history, reason = History(ids), "length"
         async with AsyncExitStack() as stack:
-            sequence = await self._sequence(stack)
-            feed = ids
+            cache = await self._cache(stack, ids)
             for _ in range(limit):
-                step = Step(sequence, feed)
-                [[p]] = await self._worker.submit(lambda step=step: self.engine.forward([step]))  # type: ignore[misc]
+                p = await self._worker.submit(
+                    lambda: cache.behind(self.engine, history.tokens, len(cache.tokens))
+                )
                 p = p.limited(info.real_vocab)
                 token = pick(p, options.sampling, history)
                 commit = Commit(len(history), token, Origin.DRAFTED)
@@ -232,7 +240,6 @@ class Edge:
                 if token in info.eos_ids or record.stopped:
                     reason = "stop"
                     break
-                feed = [token]
         rest = record.close()
         stats = Stats(
             mode="draft",
@@ -259,17 +266,34 @@ class Edge:
             raise ValueError("this edge has no cloud; give a URL, or use mode='draft'")
         return self._known
 
-    async def _sequence(self, stack: AsyncExitStack) -> int:
-        """A free sequence of the draft engine, given back (emptied) when `stack` closes."""
-        sequence = await self._free.get()
+    async def _cache(self, stack: AsyncExitStack, ids: list[int]) -> Cache:
+        """A free sequence of the draft engine, with what it holds of `ids`; given back when `stack`
+        closes: emptied, or with its tokens once the worker is done with it."""
+        await self._turn.acquire()
+        cache = self._free.take(ids)
+
+        def free(settled: asyncio.Future[None] | None = None) -> None:
+            sure = settled is not None and not (settled.cancelled() or settled.exception())
+            self._free.give(cache.sequence, cache.tokens if sure else ())
+            self._turn.release()
 
         def give_back() -> None:
-            with suppress(RuntimeError):  # the worker is closed when the edge is
-                self._worker.submit(lambda: self.engine.truncate(sequence, 0))
-            self._free.put_nowait(sequence)
+            try:
+                if self._keep_caches:
+                    settling = self._worker.submit(lambda: cache.settle(self.engine))
+                    settling.add_done_callback(free)
+                    return
+                self._worker.submit(lambda: self.engine.truncate(cache.sequence, 0))
+            except RuntimeError:  # the worker is closed when the edge is
+                pass
+            free()
 
         stack.callback(give_back)
-        return sequence
+        return cache
+
+    def _empty(self) -> None:
+        for sequence in range(self.engine.slots):
+            self.engine.truncate(sequence, 0)
 
     def _limit(self, ids: list[int], options: Options, context: int) -> int:
         if len(ids) >= context:
@@ -284,25 +308,21 @@ class BlockingEdge:
     """An `Edge` without asyncio: the same arguments, on an event loop in a thread of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._background = Background()
         self._edge = Edge(*args, **kwargs)
 
     def __enter__(self) -> BlockingEdge:
-        self._thread.start()
+        self._background.__enter__()
         self._run(self._edge.__aenter__())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._run(self._edge.__aexit__())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._background.__exit__()
 
     def generate(self, prompt: Prompt, **changes: Any) -> Result:
         """As Edge.generate."""
-        result: Result = self._run(self._edge.generate(prompt, **changes))
-        return result
+        return self._run(self._edge.generate(prompt, **changes))
 
     def stream(self, prompt: Prompt, **changes: Any) -> Iterator[Piece]:
         """As Edge.stream."""
@@ -316,13 +336,5 @@ class BlockingEdge:
         finally:
             self._run(pieces.aclose())
 
-    def _run(self, call: Any) -> Any:
-        async def wrapped() -> Any:
-            return await call
-
-        running = asyncio.run_coroutine_threadsafe(wrapped(), self._loop)
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            running.cancel()
-            raise
+    def _run(self, call: Awaitable[T]) -> T:
+        return self._background.run(call)

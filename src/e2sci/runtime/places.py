@@ -5,6 +5,9 @@ edge is slow, stalled or gone) loses its place, and its cache, to whoever is in 
 active first. When it has something to do again it stands in line like others; its session feeds the
 whole text anew, from ids it holds. In line, the client with the fewest places comes first, then who
 came first.
+
+With `keep`, a place that is given up keeps its tokens until somebody needs it, for whoever comes
+with a text of the same client that begins like them (`caches`).
 """
 
 from __future__ import annotations
@@ -12,19 +15,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from e2sci.runtime.caches import Caches
 from e2sci.runtime.seat import Seat
 
 
 class Places:
-    """`slots` sequences. `freed(sequence)` is told of each that must be emptied."""
+    """`slots` sequences. `cut(sequence, length)` is told how much of each is still of use."""
 
-    def __init__(self, slots: int, freed: Callable[[int], None]) -> None:
+    def __init__(self, slots: int, cut: Callable[[int, int], None], *, keep: bool = False) -> None:
         self.line: list[Seat] = []
         self.taken: list[Seat] = []
         self.slots = slots
         self.evictions = 0
-        self._free = list(reversed(range(slots)))
-        self._freed = freed
+        self._free = Caches(slots)
+        self._cut = cut
+        self._keep = keep
+
+    @property
+    def kept(self) -> int:
+        """Tokens that free sequences hold."""
+        return self._free.tokens
 
     def join(self, seat: Seat) -> None:
         """Get in line, unless there already or seated."""
@@ -39,31 +49,48 @@ class Places:
             held = Counter(seat.owner for seat in self.taken)
             seat = min(self.line, key=lambda each: held[each.owner])
             self.line.remove(seat)
-            seat.sequence = self._free.pop()
+            self._seat(seat)
             self.taken.append(seat)
             placed.append(seat)
         return placed
 
-    def leave(self, seat: Seat) -> None:
-        """A seat is over, wherever it was."""
+    def leave(self, seat: Seat, *, sound: bool = True) -> None:
+        """A seat is over, wherever it was. `sound`: it knows what its sequence holds."""
         if seat in self.line:
             self.line.remove(seat)
         if seat.sequence is not None:
-            self._release(seat)
+            self._release(seat, sound)
+
+    def spoiled(self, sequence: int) -> None:
+        """A pass has failed: what a sequence holds is not known, whoever has it by now."""
+        self._free.forget(sequence)
+        for seat in self.taken:
+            if seat.sequence == sequence:
+                seat.session.evicted()
+
+    def _seat(self, seat: Seat) -> None:
+        text = seat.session.tokens.tokens if self._keep else ()
+        cache = self._free.take(text, seat.owner)
+        seat.sequence = cache.sequence
+        if cache.tokens:
+            seat.session.begins_cached(len(cache.tokens))
 
     def _evict(self, quiet: Callable[[Seat], bool]) -> bool:
         candidates = [seat for seat in self.taken if quiet(seat)]
         if not candidates:
             return False
         seat = min(candidates, key=lambda each: each.active)
-        self._release(seat)
+        self._release(seat, sound=True)
         seat.session.evicted()
         self.evictions += 1
         return True
 
-    def _release(self, seat: Seat) -> None:
+    def _release(self, seat: Seat, sound: bool) -> None:
         assert seat.sequence is not None
-        self._freed(seat.sequence)
-        self._free.append(seat.sequence)
+        session, kept = seat.session, ()
+        if self._keep and sound:
+            kept = tuple(session.tokens.tokens[: session.cached])
+        self._cut(seat.sequence, len(kept))
+        self._free.give(seat.sequence, kept, seat.owner)
         self.taken.remove(seat)
         seat.sequence = None

@@ -44,7 +44,7 @@ _KNOWN = 4096  # clients whose acceptance is remembered
 class Scheduler:
     """Runs passes for the seats taken. `run()` is a task of its own until cancelled.
 
-    `on_end` hears what became of each request.
+    `on_end` hears what became of each request. `keep_caches`: see `places`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Scheduler:
         limits: Limits | None = None,
         metrics: Metrics | None = None,
         on_end: Callable[[Ended], None] | None = None,
+        keep_caches: bool = False,
     ) -> None:
         self._engine = engine
         self._worker = worker
@@ -63,7 +64,7 @@ class Scheduler:
         self._limits = limits or Limits()
         self._metrics = metrics or Metrics()
         self._on_end = on_end
-        self._places = Places(engine.slots, self._empty)
+        self._places = Places(engine.slots, self._cut, keep=keep_caches)
         self._ledger = Ledger(now)
         self._seats: list[Seat] = []
         self._known: OrderedDict[str, float] = OrderedDict()
@@ -79,6 +80,11 @@ class Scheduler:
     def busy(self) -> int:
         """Sequences in use."""
         return len(self._places.taken)
+
+    @property
+    def kept(self) -> int:
+        """Tokens kept in sequences that are free."""
+        return self._places.kept
 
     def take(
         self,
@@ -111,12 +117,12 @@ class Scheduler:
         return seat
 
     def leave(self, seat: Seat, reason: str = "gone") -> None:
-        """Free a seat and its cache at once; a pass under way is let go by."""
+        """Free a seat and its place at once; a pass under way is let go by."""
         if seat.closed:
             return
         seat.closed = True
         self._seats.remove(seat)
-        self._places.leave(seat)
+        self._places.leave(seat, sound=reason != "engine")
         self._ledger.leave(seat.client)
         self._learn(seat)
         ended = seat.ended(now(), reason)
@@ -174,10 +180,15 @@ class Scheduler:
         """Whether a seat has something to feed, now or whenever the cloud likes."""
         return seat.session.plan(1, fill=seat.fills) is not None
 
-    def _empty(self, sequence: int) -> None:
+    def _cut(self, sequence: int, length: int) -> None:
         """Its next user's passes queue up behind the truncation."""
+
+        def cut() -> None:
+            if not length or self._engine.length(sequence) > length:
+                self._engine.truncate(sequence, length)
+
         with suppress(RuntimeError):  # the worker is closed when the whole cloud is
-            self._worker.submit(lambda: self._engine.truncate(sequence, 0))
+            self._worker.submit(cut)
 
     def _learn(self, seat: Seat) -> None:
         self._usual_s += 0.1 * (now() - seat.began - self._usual_s)
@@ -252,10 +263,13 @@ class Scheduler:
 
     async def _pass(self, batch: list[tuple[Seat, Pass]]) -> None:
         began = now()
+        work = [(seat.sequence, todo) for seat, todo in batch]
         try:
-            work = [(seat.sequence, todo) for seat, todo in batch]
             results = await self._worker.submit(lambda: self._forward(work))
         except Exception as error:
+            for (seat, _), (sequence, _) in zip(batch, work, strict=True):
+                if seat.closed and sequence is not None:
+                    self._places.spoiled(sequence)
             await self._one_by_one(batch, error)
             return
         self.failed_at = None
@@ -326,7 +340,9 @@ class Scheduler:
         self._metrics.sessions.set_function(lambda: len(places.taken))
         self._metrics.waiting.set_function(lambda: len(places.line))
         self._metrics.drafts_queued.set_function(lambda: sum(len(s.session.queue) for s in seats))
-        self._metrics.cached_tokens.set_function(lambda: sum(s.session.cached for s in seats))
+        self._metrics.cached_tokens.set_function(
+            lambda: places.kept + sum(s.session.cached for s in seats)
+        )
 
 
 def error_message(error: ProtocolError, request: int = 0) -> Error:

@@ -208,6 +208,11 @@ class CloudSession:
         start = len(self.tokens)
         return [*self._verdict(start, [], [self._own_token()]), *self._ending()]
 
+    def begins_cached(self, tokens: int) -> None:
+        """The engine's cache holds the first `tokens` already, of an earlier text that began so;
+        fewer than all, and before any pass."""
+        self.cached = tokens
+
     def evicted(self) -> None:
         """The engine's cache was given to another request; between passes only."""
         self.cached = 0
