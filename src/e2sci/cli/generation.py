@@ -40,7 +40,14 @@ _OPTIONS = (
         type=click.Choice(get_args(Mode)),
         default="pipelined",
         show_default=True,
-        help="Target alone, draft alone, classic speculative decoding, or overlapping.",
+        help="Target alone, draft alone, classic speculative decoding, overlapping, or what pays.",
+    ),
+    click.option(
+        "--gamma",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Auto: what 1 ms of the cloud's computing is worth in ms of waiting; 0: fastest.",
     ),
     click.option(
         "--accept",

@@ -6,10 +6,10 @@ Theory of operation
 one request: at its opening it chooses the `Way`; from then on it may stop drafting, so that the
 cloud writes by itself, and begin again.
 
-    drafting ──► a trial or a span is over, and drafting does not pay by `choose`,
-                 or is slower than the cloud alone by the clock           ──► resting
+    drafting ──► a trial or a span is over, and drafting does not pay by the mean of `choose`
+                 and the clock, or is slower than the cloud alone by the clock  ──► resting
     resting  ──► the rest is over, or drafting pays by `choose` after all
-                 (the link has changed, or the cloud): a trial            ──► drafting
+                 (the link has changed, or the cloud): a trial                  ──► drafting
 
 A trial is 16 judged drafts or 32 tokens, a span 32 tokens. Each rest is twice as long as the one
 before, until a trial is passed. Measured are: a draft token's time; acceptance, over everything
@@ -37,6 +37,7 @@ _RESTS = (32, 4096)  # tokens of the first rest, and of the longest
 _SETTLE = 8  # tokens of a rest behind which nothing of the drafts is left
 _UNKNOWN_PASS_MS = 50.0  # of a cloud that has not measured itself
 _UNKNOWN_DRAFT = 0.2  # of a pass: a draft token's time before any has been seen
+_DROPPED = "speculation does not pay here, {}: the cloud goes on alone"
 
 Points = Sequence[tuple[int, float]]
 
@@ -82,6 +83,13 @@ class Auto:
     `way`: how to write; its mode and fill are those of the opening, its window may change.
     `drafting`: whether to draft now.
     """
+
+    drafting: bool
+    _began: float
+    _tokens: int
+    _judged: int
+    _passed: bool
+    _settling: bool
 
     def __init__(
         self,
@@ -172,10 +180,13 @@ class Auto:
         alone = choice.cloud.cost(gamma)
         ms = self._ms(at) if whole else choice.draft.ms
         cost = ms + gamma * choice.draft.cloud_ms
-        if cost > _SLOWER * alone:
-            self._drop(at, f"a token takes {ms:.0f} ms, the cloud alone {choice.cloud.ms:.0f}", ms)
-        elif not choice.pays and MARGIN * cost > alone:
-            self._drop(at, why_not(self._measured()))
+        if choice.pays and cost > _SLOWER * alone:  # is the cloud what it says? a rest will tell
+            self._drop(at, slow_ms=ms)
+        elif MARGIN * (cost + choice.draft.cost(gamma)) / 2 > alone or not (
+            self._told or choice.pays  # what was dropped must pay by both
+        ):
+            self._drop(at)
+            self._say(False, _DROPPED.format(why_not(self._measured())))
         else:
             self._passed = True
             self._learnt.next_rest = _RESTS[0]
@@ -183,12 +194,11 @@ class Auto:
             if whole:
                 self._span(at)
 
-    def _drop(self, at: float, why: str, slow_ms: float | None = None) -> None:
+    def _drop(self, at: float, slow_ms: float | None = None) -> None:
         known = self._learnt
         known.slow_ms = slow_ms
         known.rest, known.next_rest = known.next_rest, min(_RESTS[1], 2 * known.next_rest)
         self._turn(False, at)
-        self._say(False, f"speculation does not pay here, {why}: the cloud goes on alone")
 
     def _rest(self, tokens: int, at: float) -> None:
         """Measure the cloud, until there is reason for another trial."""
@@ -200,13 +210,20 @@ class Auto:
         if self._tokens >= _SPAN / 2:
             known.load.add(self._ms(at) / self._passes.ms(1))
             self._span(at)
-            choice = self._choose()
-            if choice.pays and (known.slow_ms is None or known.slow_ms < choice.cloud.ms):
-                known.rest = 0
+            self._look_up()
         if known.rest == 0:
             known.acceptance.doubt()
             known.draft_ms.doubt()
             self._turn(True, at)
+
+    def _look_up(self) -> None:
+        """End a rest that has lost its reason."""
+        known, choice = self._learnt, self._choose()
+        if known.slow_ms is not None and known.slow_ms >= choice.cloud.ms:
+            why = f"a token takes {known.slow_ms:.0f} ms, the cloud alone {choice.cloud.ms:.0f}"
+            self._say(False, _DROPPED.format(why))
+        elif choice.pays:
+            known.rest = 0
 
     def _choose(self) -> Choice:
         """Among the ways that are open to a request that has begun."""
@@ -214,7 +231,7 @@ class Auto:
         return choose(self._measured(), self._gamma, mode=mode, fill=fill, window=self._window)
 
     def _turn(self, drafting: bool, at: float) -> None:
-        self.drafting: bool = drafting
+        self.drafting = drafting
         self._passed = False
         self._span(at)
         self._settling = not drafting
