@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Options, Result
 from e2sci.runtime.passes import PassTimes
 from e2sci.session.edge import Origin
+from world import DRAFT, World, opening
 
 # ---- the choice, a pure function ----------------------------------------------------------
 
@@ -316,6 +318,52 @@ def test_a_cloud_that_is_busier_than_it_says() -> None:
     plain = play(busy, GOOD, told=with_draft(70), mode="pipelined")
     assert story.rate(since=100) >= 0.97 * plain.rate(since=100) > 1.3 * 5
     assert story.results[0].notices[-1] == "speculation pays again: drafting goes on"
+
+
+# ---- rest, in any order of events ---------------------------------------------------------
+
+
+class Restless(World):
+    """An edge that rests and goes on whenever chance has it."""
+
+    def _possible(self) -> list[Callable[[], None]]:
+        events = super()._possible()
+        if self.cloud.by_itself and self.passing is None and not self.cloud.finished:
+            events.append(self._fill)
+        if not self.edge.finished and (not events or self.random.random() < 0.1):
+            events.append(self._turn)
+        return events
+
+    def _turn(self) -> None:
+        if self.edge.resting:
+            self.edge.resting = False
+        else:
+            self._send_up(self.edge.rest())
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("fill", [True, False])
+def test_rests_change_nothing_in_the_text(fill: bool, lookahead: bool) -> None:
+    plain = World(opening(drafting=False, fill=True), Random(1)).run().output
+    for seed in range(25):
+        asked = opening(fill=fill, lookahead=lookahead)
+        kill_at = 6 if seed % 2 else None
+        played = Restless(asked, Random(seed), draft=DRAFT, kill_at=kill_at).run()
+        assert played.output == plain
+
+
+def test_a_rest_survives_the_loss_of_the_cloud() -> None:
+    """The new cloud isn't told by the opening, and would wait for drafts for ever."""
+    session = Restless(opening(fill=False), Random(1), draft=DRAFT)
+    session._start()
+    [word] = session.edge.rest()
+    assert word.ids == b""
+    session.edge.lost()
+    assert session.edge.rest() == []  # nobody to tell
+    assert session.edge.wants_draft  # alone, it may draft
+    session.edge.reopen(2)
+    assert not session.edge.wants_draft
+    assert session.edge.rest()[-1].request == 2
 
 
 # ---- bad input ----------------------------------------------------------------------------

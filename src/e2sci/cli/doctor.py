@@ -13,10 +13,9 @@ from rich.console import Console
 
 from e2sci.cli.common import friendly, load, model_options
 from e2sci.cli.reach import dials, reach_options
-from e2sci.decoding import yardsticks
-from e2sci.decoding.schedule import best_schedule
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
+from e2sci.runtime.choice import Measured, choose, why_not
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.transport import Dial
@@ -26,7 +25,8 @@ PROBE = "Count from one to twenty in words."
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and what follows. Times in milliseconds, speeds in tokens/s."""
+    """What was measured, and what follows, by the choice of mode auto. Times in milliseconds,
+    speeds in tokens/s; `synchronous` and `pipelined` at their best settings."""
 
     draft: str
     cloud: str
@@ -60,7 +60,7 @@ def doctor(
     """Check a draft model, a cloud and the link between them; say whether speculation pays.
 
     Loads the draft, connects, compares vocabularies and templates, measures draft time, round trip
-    and acceptance on a short text, and sets what can be reached beside the cloud alone.
+    and acceptance on a short text, and sets what to expect beside the cloud alone.
     """
     reached = dials(cloud, key_file, ca, allow_insecure)
     engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
@@ -103,22 +103,29 @@ def _judge(
     times: PassTimes,
     alpha: float,
 ) -> Report:
-    alone = yardsticks.cloud_alone(times.ms(1))
-    sync = max(yardsticks.synchronous(alpha, w, draft_ms, times.ms, rtt) for w in range(1, 17))
-    both = best_schedule(alpha, draft_ms, times.ms, rtt)
-    gain = max(sync, both) / alone
-    if gain > 1.05:
-        mode = "pipelined" if both >= sync else "sync"
-        verdict = f"use --mode {mode}: up to {gain:.1f}x the cloud alone"
+    measured = Measured(draft_ms, rtt, alpha, times)
+    choice = choose(measured)
+    sync = choose(measured, mode="sync").draft.tokens_per_s
+    both = choose(measured, mode="pipelined").draft.tokens_per_s
+    if choice.pays:
+        gain = choice.cloud.ms / choice.draft.ms
+        verdict = f"use --mode {choice.draft.way.mode}: about {gain:.1f}x the cloud alone"
     else:
-        reason = (
-            f"a draft token takes {draft_ms:.0f} ms, a token of the cloud {times.ms(1):.0f} ms"
-            if draft_ms > 0.7 * times.ms(1)
-            else f"at {alpha:.0%} acceptance and {rtt:.0f} ms round trip too much is waited for"
-        )
+        reason = why_not(measured)
         verdict = f"use --mode cloud: speculation does not pay here, {reason}"
-    points = dict(times.points)
-    return Report(draft, cloud, notices, draft_ms, rtt, points, alpha, alone, sync, both, verdict)
+    return Report(
+        draft,
+        cloud,
+        notices,
+        draft_ms,
+        rtt,
+        dict(times.points),
+        alpha,
+        choice.cloud.tokens_per_s,
+        sync,
+        both,
+        verdict,
+    )
 
 
 def _show(report: Report) -> None:
@@ -132,7 +139,7 @@ def _show(report: Report) -> None:
         console.print(f"[yellow]![/] {notice}")
     console.print(f"{ok} {report.acceptance:.1%} of draft tokens accepted on a short text (strict)")
     console.print(
-        f"  expected at best: cloud alone {report.cloud_alone:.1f} tok/s, sync SD "
+        f"  expected: cloud alone {report.cloud_alone:.1f} tok/s, sync SD "
         f"{report.synchronous:.1f}, pipelined {report.pipelined:.1f}"
     )
     console.print(f"[bold]→ {report.verdict}[/]")

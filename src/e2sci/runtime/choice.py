@@ -10,9 +10,9 @@ token, c(n) a pass over n tokens, R the round trip and α the acceptance:
 
 p_R is `yardsticks.pipelined` at round trip R, p₀ without one: t + (1−α)·c(1) if passes take the
 same time at any size. The formula with fill is ours. Behind a rejection the cloud writes by itself,
-and the edge, faster by c(1) − t a token, has caught up f tokens later, if it drafted just these: α^f.
-Then it is ahead, and a token takes p₀ until the next rejection. So with fill drafting pays if
-p₀ < c(1), at any distance; the distance decides how much.
+and the edge, faster by c(1) − t a token, has caught up f tokens later, if it drafted just these,
+which has probability α^f. Then it is ahead, and a token takes p₀ until the next rejection. So with
+fill drafting pays if p₀ < c(1), at any distance; the distance decides how much.
 
 What is least is (paper's objective, E_cloud in the cloud's milliseconds)
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import msgspec
 
 from e2sci.decoding.acceptance import Proposal
-from e2sci.decoding.distribution import pack_ids, unpack_ids
+from e2sci.decoding.distribution import pack_ids
 from e2sci.engines.base import EngineError
 from e2sci.runtime.auto import PING_SECONDS, Auto, Learnt
 from e2sci.runtime.clouds import Clouds
@@ -33,11 +31,11 @@ from e2sci.runtime.drafter import Drafter, DraftJob
 from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.record import Record
 from e2sci.runtime.recovery import GivenUp, Recovery
+from e2sci.runtime.trips import Trips
 from e2sci.runtime.worker import Worker, now
 from e2sci.session.edge import Commit, EdgeSession
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import (
-    MAX_WINDOW,
     Cancel,
     Error,
     Finished,
@@ -54,14 +52,6 @@ from e2sci.session.messages import (
 log = logging.getLogger("e2sci.edge")
 
 _STEP = 4  # tokens fed in an ordinary draft step at most; more is reading
-
-
-class _Sent(NamedTuple):
-    """A window on its way: its branch, the position behind it, when it went."""
-
-    branch: int
-    end: int
-    sent: float
 
 
 class CloudLost(EdgeError):
@@ -131,7 +121,7 @@ class Request:
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._draft_s: float | None = None
-        self._on_the_way: deque[_Sent] = deque()
+        self._trips = Trips()
         self._uplink = 0
         self._trace: list[Judged] = []
 
@@ -276,18 +266,9 @@ class Request:
 
     def _measure(self, verdict: Verdict) -> None:
         """Learn how many tokens are drafted in the time from a window to its verdict."""
-        if not verdict.accepted and not verdict.rejected:
-            return
-        while self._on_the_way and not self._answers(verdict):
-            self._on_the_way.popleft()
-        if self._on_the_way and self._draft_s:
-            round_trip = now() - self._on_the_way[0].sent
-            self._session.lookahead.measured(round_trip / self._draft_s + 1)
-
-    def _answers(self, verdict: Verdict) -> bool:
-        """Whether the verdict begins in the oldest window on its way, and not behind it."""
-        oldest = self._on_the_way[0]
-        return oldest.branch == verdict.branch and oldest.end > verdict.start
+        took = self._trips.took(verdict, now())
+        if took is not None and self._draft_s:
+            self._session.lookahead.measured(took / self._draft_s + 1)
 
     def _stamped(self, records: tuple[Judged, ...]) -> list[Judged]:
         ms = 1000 * (now() - self._record.began)
@@ -297,9 +278,8 @@ class Request:
         try:
             for message in messages:
                 self._uplink += await self._connection.send(message)
-                if isinstance(message, Window) and message.ids:
-                    end = message.start + len(unpack_ids(message.ids, MAX_WINDOW))
-                    self._on_the_way.append(_Sent(message.branch, end, now()))
+                if isinstance(message, Window):
+                    self._trips.sent(message, now())
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
@@ -307,7 +287,7 @@ class Request:
         """The cloud is gone, or has no place: search. Raises GivenUp or EdgeError."""
         self._connection.forget(self._opening.request)
         self._session.lost()
-        self._on_the_way.clear()
+        self._trips.lost()
         if isinstance(reason, Error):
             self._recovery.refused(self._connection, reason)
         else:
