@@ -16,6 +16,7 @@ from e2sci.engines.base import Step
 from e2sci.engines.synthetic import EOS, SyntheticConfig
 from e2sci.runtime.edge import BlockingEdge, options_from
 from e2sci.runtime.text import prompt_ids
+from e2sci.server.openai_answers import Events
 from e2sci.server.openai_requests import DEFAULTS
 from live import LiveCloud, Watched, draft, target
 from serving import HELLO, NAME, LiveEdge, chat, refused, streamed, text_of
@@ -400,6 +401,21 @@ def test_a_client_that_is_not_openais(edge, python):
     chunks = list(client.chat_completion(**options, stream=True))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted.text
     assert chunks[-1].choices[0].finish_reason == wanted.finish_reason
+
+
+async def test_events_of_several_texts_keep_out_of_each_others_way():
+    """Even when nothing can be sent at once: first the head, then whole events."""
+    sent = []
+
+    async def send(message):
+        await asyncio.sleep(0)
+        sent.append(message)
+
+    events = Events(send)
+    await asyncio.gather(*(events.event({"text": i}) for i in range(4)))
+    await events.end()
+    assert [m["type"] for m in sent] == ["http.response.start"] + ["http.response.body"] * 5
+    assert sorted(m["body"] for m in sent[1:-1]) == [b'data: {"text":%d}\n\n' % i for i in range(4)]
 
 
 # ---- the client goes away ---------------------------------------------------------------------

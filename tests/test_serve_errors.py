@@ -266,6 +266,7 @@ def test_what_is_no_http(edge):
 
 def test_connections_are_bounded(edge, monkeypatch):
     monkeypatch.setattr("e2sci.server.edge_port.CONNECTIONS", 4)
+    monkeypatch.setattr("e2sci.server.edge_port.HEAD_SECONDS", 60)  # else that would end it too
     held = [socket.create_connection(place_of(edge), timeout=20) for _ in range(4)]
     try:
         assert raw(edge, []) == b""
