@@ -21,15 +21,18 @@ All of this is ours; the paper has no such mode.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from statistics import median
 
 from e2sci.runtime.choice import MARGIN, Choice, Measured, Way, choose, why_not
 from e2sci.runtime.passes import PassTimes
 
 PING_SECONDS = 1.0
 """Between two measurements of the round trip."""
+_PINGS = 3  # the latest ones, of which the median counts
 _SPAN = 32  # tokens that are timed together
 _TRIAL = 16  # judged drafts that end a trial without fill, which would cost time
 _SLOWER = 1.05  # than the cloud alone, by the clock: that is no chance
@@ -127,11 +130,11 @@ class Auto:
         """The request is at this cloud now."""
         points = tuple((n, ms) for n, ms in passes if n > 0 and 0 < ms < inf)
         self._passes = PassTimes(points or ((1, _UNKNOWN_PASS_MS),))
-        self._rtt_ms = Mean(1000 * rtt_s, strength=1, floor=0.4)
+        self._rtts = deque([rtt_s], _PINGS)
 
     def pinged(self, rtt_s: float) -> None:
         """A round trip took so long."""
-        self._rtt_ms.add(1000 * rtt_s)
+        self._rtts.append(rtt_s)
 
     def drafted(self, seconds: float) -> None:
         """A draft token took so long."""
@@ -149,7 +152,7 @@ class Auto:
         draft_ms = known.draft_ms.value if known.draft_ms.samples else _UNKNOWN_DRAFT * pass_ms
         return Measured(
             draft_ms=max(1e-3, draft_ms),
-            rtt_ms=self._rtt_ms.value,
+            rtt_ms=1000 * median(self._rtts),
             acceptance=known.acceptance.value,
             passes=self._passes,
             load=known.load.value,
