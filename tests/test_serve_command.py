@@ -20,6 +20,7 @@ from e2sci.runtime.edge import BlockingEdge
 from e2sci.server import keys as store
 from live import HOST, LiveCloud, Named, Watched, draft, ended, free_port, listens, process
 from serving import HELLO
+from test_cli import calibrated
 
 DRAFT = "synthetic:seed=11,divergence=0.5"
 
@@ -91,6 +92,21 @@ def test_defaults_from_the_command_line(cloud):
         [stats] = answers[0]["e2sci"]["stats"]
         assert (stats["mode"], stats["accept"]) == ("sync", "elastic")
         assert ask(url, model="synthetic").status_code == 404
+
+
+def test_elastic_takes_its_thresholds_from_a_calibration(cloud, tmp_path):
+    file = calibrated(tmp_path, DRAFT, 5.0)  # nats; without, 0.35 at most
+    with serving("--cloud", cloud.url, "--calibration", file, "--name", "mine") as (url, _):
+
+        def threshold(**own):
+            [stats] = ask(url, e2sci=own).json()["e2sci"]["stats"]
+            return stats["threshold"]
+
+        assert threshold(accept="elastic") > 1
+        assert threshold(accept="elastic", threshold=0.0) == 0.0
+        assert threshold() is None
+    other = calibrated(tmp_path, "synthetic:seed=99", 0.1)
+    refused(serve("--calibration", other), "synthetic:seed=99")
 
 
 def test_the_draft_alone_needs_no_cloud():

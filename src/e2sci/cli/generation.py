@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,6 +16,7 @@ import click
 from e2sci.cli.common import BadInput, Seconds, friendly, load, model_options, stderr
 from e2sci.cli.reach import dials, reach_options
 from e2sci.decoding.acceptance import Measure, RuleName
+from e2sci.decoding.credit import CreditParams
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.edge import options_from
@@ -156,27 +158,37 @@ class Setup:
     def calibrated(self, options: Options, cloud_model: str) -> Options:
         """`options` with constants for elastic from the calibration that was given, or else that of
         the default pair. Raises ValueError when it is another draft's."""
-        if options.accept != "elastic" or (options.threshold, options.budget) != (None, None):
-            return options
-        from e2sci.evaluation.calibration import Calibration, shipped  # only here: not light
-        from e2sci.evaluation.pair import identity
+        tuned = calibrated(options, cloud_model, self.draft, self.calibration)
+        if tuned.constants is not None and tuned is not options:
+            t, tau = tuned.constants.t_base, tuned.constants.tau
+            stderr.print(f"calibrated: T_base = {t:g}, τ = {tau:g}", style="dim")
+        return tuned
 
-        path = self.calibration
-        default = (self.draft, cloud_model) == (DEFAULT, f"{DEFAULT}:target")
-        if path is None and not default:
-            return options
-        mine = identity(self.draft, "draft")
-        found = Calibration.load(path) if path else shipped(mine)
-        if found is None:
-            return options
-        found.require_pair(mine, found.target)
-        constants = found.constants(options.measure)
-        if constants is None:
-            return options
-        stderr.print(
-            f"calibrated: T_base = {constants.t_base:g}, τ = {constants.tau:g}", style="dim"
-        )
-        return replace(options, constants=constants)
+
+def calibrated(options: Options, cloud_model: str, draft: str, file: Path | None) -> Options:
+    """`options` with constants for elastic, where they leave these open. Raises ValueError."""
+    if options.accept != "elastic" or (options.threshold, options.budget) != (None, None):
+        return options
+    constants = _constants(options.measure, cloud_model, draft, file)
+    return options if constants is None else replace(options, constants=constants)
+
+
+@cache
+def _constants(
+    measure: Measure, cloud_model: str, draft: str, file: Path | None
+) -> CreditParams | None:
+    """From the calibration in `file`, or else that of the default pair."""
+    from e2sci.evaluation.calibration import Calibration, shipped  # only here: not light
+    from e2sci.evaluation.pair import identity
+
+    if file is None and (draft, cloud_model) != (DEFAULT, f"{DEFAULT}:target"):
+        return None
+    mine = identity(draft, "draft")
+    found = Calibration.load(file) if file else shipped(mine)
+    if found is None:
+        return None
+    found.require_pair(mine, found.target)
+    return found.constants(measure)
 
 
 def setup(

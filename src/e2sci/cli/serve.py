@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -24,6 +25,7 @@ from e2sci.cli.common import (
     model_options,
     refuse_remote,
 )
+from e2sci.cli.generation import calibrated
 from e2sci.cli.keys import keys_option
 from e2sci.cli.reach import dials, reach_options
 from e2sci.decoding.acceptance import Measure, RuleName
@@ -74,7 +76,7 @@ def origin(value: str) -> str:
     type=click.Choice(get_args(Mode)),
     default=DEFAULT_MODE,
     show_default=True,
-    help="How requests are written that don't say; as in `e2sci run`, like the next seven.",
+    help="How requests are written that don't say; as in `e2sci run`, like the next eight.",
 )
 @click.option(
     "--gamma",
@@ -98,6 +100,11 @@ def origin(value: str) -> str:
     help="What fuzzy and elastic compare with the threshold.",
 )
 @click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Elastic: thresholds from `e2sci calibrate`.  [default pair: the shipped ones]",
+)
 @click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
 @click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]")
 @click.option(
@@ -164,6 +171,7 @@ def serve(
     insecure: bool,
     origins: tuple[str, ...],
     name: str | None,
+    calibration: Path | None,
     requests: int,
     slots: int,
     wait: float,
@@ -191,6 +199,8 @@ def serve(
     reached = None if alone else dials(cloud, key_file, ca, allow_insecure)
     with friendly():
         keys = Keys.load(keys_file) if keys_file else None
+        if calibration is not None:  # is it there, and this draft's?
+            calibrated(replace(DEFAULTS, accept="elastic"), "", draft, calibration)
     if keys is None and not listen.loopback:
         raise BadInput(f"--listen {listen} is open to other machines; add --keys, and --insecure")
     refuse_remote(listen, "--insecure", insecure, ["TLS"])
@@ -204,10 +214,15 @@ def serve(
         )
         stack.callback(engine.close)
         with friendly():
-            edge = Edge(reached, engine, patience=wait)
-            name = name or (engine.info.name if alone else None)
+            edge = Edge(reached, engine, patience=wait, keep_caches=keys is None)
             app = edge_app(
-                edge, name=name, defaults=options, keys=keys, origins=origins, requests=requests
+                edge,
+                name=name or (engine.info.name if alone else None),
+                defaults=options,
+                tune=partial(calibrated, draft=draft, file=calibration),
+                keys=keys,
+                origins=origins,
+                requests=requests,
             )
             at = Address(listen.host, bound.getsockname()[1])
             announce = _log_start if log_format == "json" else _echo_start

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -58,12 +58,15 @@ from e2sci.server.openai_shapes import Choice, Shapes, encode
 
 log = logging.getLogger("e2sci.serve")
 
+Tune = Callable[[Options, str], Options]
+
 
 def edge_app(
     edge: Edge,
     *,
     name: str | None = None,
     defaults: Options = DEFAULTS,
+    tune: Tune | None = None,
     keys: Keys | None = None,
     origins: Sequence[str] = (),
     requests: int = REQUESTS,
@@ -71,10 +74,11 @@ def edge_app(
     """`edge` (entered by whoever runs this) for OpenAI's clients.
 
     `name`: of the model, that of the cloud's by default; `defaults`: what requests don't name;
-    `keys`: who is let in, None: everyone; `origins`: web pages that may call, "*" for all;
-    `requests`: how many at once.
+    `tune`: what to make of elastic options, with the cloud's model, before they are used; `keys`:
+    who is let in, None: everyone; `origins`: web pages that may call, "*" for all; `requests`: how
+    many at once.
     """
-    service = Service(edge, name, defaults, requests)
+    service = Service(edge, name, defaults, tune, requests)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -100,21 +104,21 @@ def edge_app(
 class Service:
     """What the routes share: the edge, the model's name, and who has what under way."""
 
-    def __init__(self, edge: Edge, name: str | None, defaults: Options, requests: int) -> None:
+    def __init__(
+        self, edge: Edge, name: str | None, defaults: Options, tune: Tune | None, requests: int
+    ) -> None:
         self.edge = edge
         self.defaults = defaults
         self.open = 0
         self._name = name
+        self._tune = tune
         self._requests = requests
         self._since = int(time.time())
         self._ledger = Ledger(now)
 
     async def name(self) -> str:
         """The model's. Raises EdgeError while only an absent cloud knows it."""
-        if self._name is None:
-            await self.edge.connect()
-            self._name = self.edge.cloud_model
-        return self._name
+        return self._name or await self._cloud_model()
 
     async def require(self, wanted: str | None) -> str:
         """The model's name, if that or none is wanted. Raises Failure, EdgeError."""
@@ -123,6 +127,19 @@ class Service:
             words = f"there is no model {wanted[:100]!r} here; there is {name!r}"
             raise Failure(404, words, code="model_not_found", param="model")
         return name
+
+    async def tuned(self, options: Options) -> Options:
+        """Raises ValueError, EdgeError."""
+        if self._tune is None or options.accept != "elastic":
+            return options
+        return self._tune(options, await self._cloud_model())
+
+    async def _cloud_model(self) -> str:
+        try:
+            return self.edge.cloud_model
+        except ValueError:  # not connected yet
+            await self.edge.connect()
+            return self.edge.cloud_model
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model(await self.name())]})
@@ -174,7 +191,8 @@ class Completions:
         answer = self._answer(ask, request.state.id, name)
         writer = Streamed(events, answer) if ask.stream else Whole(events, answer)
         limit = _limit(client, ask.options.max_tokens, max(map(len, answer.prompts)))
-        options = options_from(ask.options, {"request_id": request.state.id, "max_tokens": limit})
+        own = {"request_id": request.state.id, "max_tokens": limit}
+        options = options_from(await self._service.tuned(ask.options), own)
         began = now()
         with self._service.place(client, answer):
             await self._write(answer, options, writer)
