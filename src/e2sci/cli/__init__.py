@@ -12,7 +12,7 @@ from e2sci import __version__
 from e2sci.cli.settings import VARIABLE, configurable, origins, section_of, use
 
 COMMANDS = (
-    *("cloud", "run", "serve", "demo", "models", "link", "doctor", "keys", "top"),
+    *("cloud", "run", "chat", "serve", "demo", "models", "link", "doctor", "keys", "top"),
     *("plan", "bench", "trace", "inertia", "calibrate", "fleet"),
     *("config", "completion"),
 )

@@ -28,7 +28,7 @@ import click
 from click.core import ParameterSource
 from platformdirs import user_config_path
 
-SECTIONS = {"edge": ("run", "serve", "doctor"), "cloud": ("cloud",)}
+SECTIONS = {"edge": ("run", "chat", "serve", "doctor"), "cloud": ("cloud",)}
 """Which commands a section is for."""
 DEFAULT = user_config_path("e2sci") / "config.toml"
 VARIABLE = "E2SCI_CONFIG"
