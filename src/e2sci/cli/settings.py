@@ -243,7 +243,8 @@ def _explained(callback: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return callback(*args, **kwargs)
         except click.ClickException as error:
-            error.message += origins(click.get_current_context(), error.message)
+            told = origins(click.get_current_context(), error.message)
+            vars(error)["message"] = error.message + told  # typed as final
             raise
 
     return wrapped

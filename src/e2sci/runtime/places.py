@@ -87,7 +87,8 @@ class Places:
 
     def _release(self, seat: Seat, sound: bool) -> None:
         assert seat.sequence is not None
-        session, kept = seat.session, ()
+        session = seat.session
+        kept: tuple[int, ...] = ()
         if self._keep and sound:
             kept = tuple(session.tokens.tokens[: session.cached])
         self._cut(seat.sequence, len(kept))
