@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -234,6 +235,11 @@ def test_a_file_that_is_there_is_left_alone(tmp_path):
 def test_help_has_every_command():
     said = chat("/help").stderr.splitlines()
     assert [line.split()[0] for line in said] == [f"/{name}" for name in COMMANDS]
+
+
+def test_the_document_has_every_command():
+    page = (Path(__file__).parent.parent / "docs/chat.md").read_text()
+    assert set(re.findall(r"`/(\w+)", page)) == set(COMMANDS)
 
 
 def test_stats(cloud):

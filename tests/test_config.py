@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import click
 import pytest
@@ -254,6 +256,16 @@ def test_a_first_file_has_every_option_with_its_default(file):
             assert any(x.startswith(f"#{name} = ") for x in lines), name
             if row["value"] not in (None, []):
                 assert found[section][name] == row["value"]
+
+
+def test_the_documents_example_is_one(file):
+    page = Path(__file__).parent.parent / "docs/configuration.md"
+    [example] = re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    file.write_text(example)
+    rows = shown()
+    for section, values in tomllib.loads(example).items():
+        for name, value in values.items():
+            assert rows[section][name][0]["value"] == value
 
 
 # ---- completion -------------------------------------------------------------------------------
