@@ -334,9 +334,14 @@ class Restless(World):
         events = super()._possible()
         if self.cloud.by_itself and self.passing is None and not self.cloud.finished:
             events.append(self._fill)
-        if not self.edge.finished and (not events or self.random.random() < 0.1):
+        if events and not self.edge.finished and self.random.random() < 0.1:
             events.append(self._turn)
         return events
+
+    def _kill(self) -> None:
+        super()._kill()
+        if self.edge.resting:
+            self._send_up(self.edge.rest())
 
     def _turn(self) -> None:
         if self.edge.resting:
@@ -349,7 +354,7 @@ class Restless(World):
 @pytest.mark.parametrize("fill", [True, False])
 def test_rests_change_nothing_in_the_text(fill: bool, lookahead: bool) -> None:
     plain = World(opening(drafting=False, fill=True), Random(1)).run().output
-    for seed in range(25):
+    for seed in range(60):
         asked = opening(fill=fill, lookahead=lookahead)
         kill_at = 6 if seed % 2 else None
         played = Restless(asked, Random(seed), draft=DRAFT, kill_at=kill_at).run()

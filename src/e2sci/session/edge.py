@@ -132,9 +132,12 @@ class EdgeSession:
         return len(self.tail) < self.lookahead.limit
 
     def drafted(self, proposal: Proposal, position: int, branch: int) -> list[Window]:
-        """The draft model proposes `proposal` at `position` of `branch`; stale ones are dropped."""
+        """The draft model proposes `proposal` at `position` of `branch`; stale ones are dropped, and
+        those that come in a rest: the cloud was told that none will."""
         self.stats.drafted += 1
-        if self.finished or branch != self.branch or position != len(self.line):
+        if self.finished or (self.resting and self.connected):
+            return []
+        if branch != self.branch or position != len(self.line):
             return []
         self.tail.append(proposal)
         self.line.append(proposal.token)
