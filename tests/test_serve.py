@@ -462,7 +462,7 @@ def test_a_client_that_is_not_let_wait_for_its_turn(one_cloud):
     """With one place at the draft, who leaves the line leaves nothing behind."""
     engine = Watched(SyntheticConfig(seed=11, eos_bias=-20.0, divergence=0.5), 1, seconds=0.01)
     with LiveEdge(one_cloud, engine) as edge, edge.openai() as client:
-        options = {"model": NAME, "messages": HELLO, "max_tokens": 3000}
+        options = {"model": NAME, "messages": HELLO, "max_tokens": 3000, "extra_body": ENDLESS}
         with client.chat.completions.create(**options, stream=True) as first:
             next(first)
             with edge.openai(timeout=0.5) as other, pytest.raises(openai.APITimeoutError):

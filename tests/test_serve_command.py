@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -249,10 +250,12 @@ def test_what_is_no_setting(args, words):
 
 
 @pytest.mark.parametrize("name", ["starlette", "uvicorn"])
-def test_without_the_extra(monkeypatch, name):
-    for module in [m for m in sys.modules if m.startswith("e2sci.server.edge_")]:
-        monkeypatch.delitem(sys.modules, module)
-    for module in [m for m in sys.modules if m.split(".")[0] == name]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
-    refused(serve(), f"{name} is missing", 'pip install "e2sci[serve]"')
+def test_without_the_extra(name):
+    """Help is there all the same."""
+    code = f"import sys; sys.modules[{name!r}] = None; from e2sci.cli import main; main()"
+    said = [
+        subprocess.run([sys.executable, "-c", code, "serve", *more], capture_output=True, text=True)
+        for more in ((), ("--help",))
+    ]
+    assert [each.returncode for each in said] == [2, 0]
+    assert said[0].stderr == f'Error: {name} is missing; run: pip install "e2sci[serve]"\n'
