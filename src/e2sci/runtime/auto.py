@@ -182,7 +182,7 @@ class Auto:
         self.way = choice.draft.way
         alone = choice.cloud.cost(gamma)
         ms = self._ms(at) if whole else choice.draft.ms
-        cost = ms + gamma * choice.draft.cloud_ms
+        cost = ms + gamma * (ms if self.way.fill else choice.draft.cloud_ms)
         if choice.pays and cost > _SLOWER * alone:  # is the cloud what it says? a rest will tell
             self._drop(at, slow_ms=ms)
         elif MARGIN * (cost + choice.draft.cost(gamma)) / 2 > alone or not (

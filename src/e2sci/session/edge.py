@@ -132,8 +132,8 @@ class EdgeSession:
         return len(self.tail) < self.lookahead.limit
 
     def drafted(self, proposal: Proposal, position: int, branch: int) -> list[Window]:
-        """The draft model proposes `proposal` at `position` of `branch`. Stale ones are dropped, and
-        those of a rest: the cloud was told that none will come."""
+        """The draft model proposes `proposal` at `position` of `branch`. Stale ones are dropped,
+        and those of a rest: the cloud was told that none will come."""
         self.stats.drafted += 1
         if self.finished or (self.resting and self.connected):
             return []
