@@ -88,6 +88,17 @@ def test_both_ends_keep_what_they_have_read():
         assert chat(first, "more", cloud=cloud, args=args).stdout == result.stdout
 
 
+def test_the_draft_keeps_what_it_has_read(monkeypatch):
+    near = Watched(SyntheticConfig(seed=11, divergence=0.5), slots=1)
+    monkeypatch.setattr("e2sci.cli.generation.load", lambda *_, **__: near)
+    result = chat("x" * 300, "more")
+    reads = [max(p.values()) for p in near.passes if max(p.values()) > 1]
+    assert reads[0] > 300
+    assert sum(reads[1:]) < 100
+    assert len(result.stdout) > 60
+    assert near.length(0) == 0
+
+
 def test_origins_are_coloured_as_in_run(cloud):
     args = ("--max-tokens", "40", "--no-fill")
     plain = chat("hello", cloud=cloud, args=args)
@@ -284,7 +295,7 @@ def test_a_cloud_that_is_lost_costs_an_answer_and_not_the_chat(tmp_path):
     with LiveCloud(far) as cloud:
         far.hook = lambda n: n == 12 and cloud.kill()
         args = ("--max-tokens", "400", "--wait", "0", *ENDLESS)
-        lines = ("hello", "/save " + str(file), "and?", "/mode draft", "still there?")
+        lines = ("hello", "/stats", f"/save {file}", "and?", "/mode draft", "still there?")
         result = chat(*lines, cloud=cloud, args=args)
     lost, gone = errors(result)
     assert "the cloud is gone" in lost
