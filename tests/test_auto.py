@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from e2sci.cli import main
 from e2sci.emulation.clock import run
 from e2sci.emulation.device import Device, Metered
 from e2sci.emulation.link import LinkProfile
@@ -28,6 +31,7 @@ from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Options, Result
 from e2sci.runtime.passes import PassTimes
 from e2sci.session.edge import Origin
+from live import LiveCloud
 from world import DRAFT, World, opening
 
 # ---- the choice, a pure function ----------------------------------------------------------
@@ -155,7 +159,7 @@ def play(
 ) -> Story:
     """`scene(stage, n)` is called behind token n; `told`: what the cloud says of itself."""
 
-    async def main() -> Story:
+    async def bounded() -> Story:
         async with asyncio.timeout(3600):  # else pings would keep a deadlock going
             return await story()
 
@@ -189,7 +193,7 @@ def play(
                 await serving
         return story
 
-    return run(main)
+    return run(bounded)
 
 
 CONDITIONS = {
@@ -373,6 +377,25 @@ def test_a_rest_survives_the_loss_of_the_cloud() -> None:
     session.edge.reopen(2)
     assert not session.edge.wants_draft
     assert session.edge.rest()[-1].request == 2
+
+
+# ---- the command line ---------------------------------------------------------------------
+
+
+def test_the_command_line(cloud: LiveCloud) -> None:
+    asked = ["run", "hello", "--cloud", cloud.url, "--draft", "synthetic:seed=11", "--json"]
+    done = CliRunner().invoke(main, [*asked, "--mode", "auto", "--gamma", "1"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["stats"]["mode"] in ("cloud", "sync", "pipelined")
+    alone = CliRunner().invoke(main, [*asked, "--mode", "cloud"])
+    assert said["token_ids"] == json.loads(alone.stdout)["token_ids"]
+
+
+def test_gamma_without_auto_is_refused() -> None:
+    done = CliRunner().invoke(main, ["run", "hello", "--mode", "sync", "--gamma", "1"])
+    assert done.exit_code == 2
+    assert "drop gamma, or use mode auto" in done.output
 
 
 # ---- bad input ----------------------------------------------------------------------------
