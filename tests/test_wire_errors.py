@@ -11,7 +11,7 @@ from e2sci.decoding.acceptance import RuleParams
 from e2sci.decoding.distribution import pack_ids, sketch
 from e2sci.engines.base import ContextFull, Step, fingerprint
 from e2sci.engines.synthetic import REAL_VOCAB, SyntheticConfig
-from e2sci.runtime import cloud as cloud_module
+from e2sci.runtime.admission import Limits
 from e2sci.runtime.connection import EdgeError, Refused
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.request import CloudLost
@@ -116,7 +116,7 @@ async def test_an_edge_without_a_vocabulary(cloud, size):
 
 
 async def test_an_edge_that_says_nothing(cloud, monkeypatch):
-    monkeypatch.setattr(cloud_module, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(cloud.cloud, "limits", Limits(hello_s=0.05))
     async with raw_client(cloud.url, greet=False) as client:
         assert (await the_error(client, request=0)).code == "slow"
 
