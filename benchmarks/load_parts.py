@@ -26,7 +26,6 @@ from e2sci.engines.synthetic import EOS, Synthetic, SyntheticConfig
 from e2sci.runtime.admission import TIMELESS
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge
-from e2sci.runtime.options import Result
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.transport import Channel, memory_pair
 
@@ -151,7 +150,7 @@ def _resident_mb() -> float:
 # ---- batches on the real target -----------------------------------------------------------
 
 
-def batch(at_once: int = 16, tokens: int = 24) -> Figures:
+def batch(at_once: int = 16, tokens: int = 48) -> Figures:
     """Plain streams, so that the ratio is that of batching alone; the ceiling is the same tokens
     fed by hand, a pass of one token for each of the sequences."""
     prompts = [*CODE, *PROSE][:at_once]
@@ -183,16 +182,24 @@ def batch(at_once: int = 16, tokens: int = 24) -> Figures:
 async def _streamed(
     edge: Edge, prompts: Sequence[str], tokens: int, *, together: bool = True
 ) -> float:
-    """Tokens a second behind each first one, over all."""
-    jobs: list[Callable[[], Awaitable[Result]]] = [
-        lambda p=p: edge.generate(p, mode="cloud", max_tokens=tokens, logit_bias=_NO_END)  # type: ignore[misc]
-        for p in prompts
-    ]
-    if not together:
-        rates = [(await job()).stats.decode_tokens_per_s for job in jobs]
-        return statistics.median(rates)
-    results = await asyncio.gather(*(job() for job in jobs))
-    return sum(result.stats.decode_tokens_per_s for result in results)
+    """Tokens a second over all, while all are writing: prompts are read before."""
+
+    async def written(prompt: str) -> list[float]:
+        options: Figures = {"mode": "cloud", "max_tokens": tokens, "logit_bias": _NO_END}
+        return [
+            time.perf_counter()
+            async for piece in edge.stream(prompt, **options)
+            for _ in piece.commits
+        ]
+
+    groups = [prompts] if together else [[prompt] for prompt in prompts]
+    rates = []
+    for group in groups:
+        times = await asyncio.gather(*map(written, group))
+        began, ended = max(each[0] for each in times), min(each[-1] for each in times)
+        count = sum(began < at <= ended for each in times for at in each)
+        rates.append(count / (ended - began))
+    return statistics.median(rates)
 
 
 _NO_END = {151645: -100.0, 151643: -100.0}
