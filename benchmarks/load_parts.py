@@ -293,8 +293,8 @@ def tests() -> Figures:
     environment = {**os.environ, "E2SCI_FRAMES": "100000", "E2SCI_FAULT_RUNS": "200"}
     figures = {}
     for name in ("test_fuzz.py", "test_faults.py"):
-        command = [sys.executable, "-m", "pytest", "-v", "--no-header", f"tests/{name}"]
+        command = [sys.executable, "-m", "pytest", "-rA", f"tests/{name}"]
         done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-        outcomes = re.findall(r"::(\w+(?:\[.*?\])?) (PASSED|FAILED|ERROR)", done.stdout)
-        figures[name] = dict(outcomes)
+        told = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)
+        figures[name] = {test: outcome for outcome, test in told}
     return figures
