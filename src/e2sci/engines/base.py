@@ -114,6 +114,26 @@ class Engine(Protocol):
         ...
 
 
+def require_feasible(engine: Engine, steps: Sequence[Step]) -> None:
+    """Raises ValueError on steps that make no sense to `engine`, ContextFull on more tokens than a
+    sequence of it can hold; nothing has been fed then."""
+    if len({step.sequence for step in steps}) < len(steps):
+        raise ValueError("a sequence occurs twice in one pass")
+    info = engine.info
+    for step in steps:
+        n, held = len(step.tokens), engine.length(step.sequence)
+        if not 0 <= step.outputs <= n:
+            raise ValueError(f"{step.outputs} outputs asked of {n} tokens")
+        if held + n > info.context:
+            full = f"{held} + {n} tokens are more than the context of {info.context} holds"
+            raise ContextFull(f"{full}; raise the context or shorten the prompt")
+        for token in step.tokens:
+            if not 0 <= token < info.vocab_size:
+                raise ValueError(
+                    f"token id {token} is out of range; ids lie below {info.vocab_size}"
+                )
+
+
 class Wrapper:
     """An engine that hands everything to another: what engines around an engine build on."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from e2sci.decoding.distribution import Dense, Distribution
-from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step
+from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step, require_feasible
 from e2sci.engines.llama_library import errors, library, may_repack, reason
 
 _UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED
@@ -150,15 +150,7 @@ class LlamaCpp:
 
     def _plan(self, steps: Sequence[Step]) -> NDArray[np.int64]:
         """Rows token, position, sequence, output flag; a column for each token of `steps`."""
-        if len({step.sequence for step in steps}) < len(steps):
-            raise ValueError("a sequence occurs twice in one pass")
-        for step in steps:
-            n, held = len(step.tokens), self.length(step.sequence)
-            if not 0 <= step.outputs <= n:
-                raise ValueError(f"{step.outputs} outputs asked of {n} tokens")
-            if held + n > self.info.context:
-                full = f"{held} + {n} tokens are more than the context of {self.info.context} holds"
-                raise ContextFull(f"{full}; raise the context or shorten the prompt")
+        require_feasible(self, steps)
         work = np.zeros((4, sum(len(step.tokens) for step in steps)), dtype=np.int64)
         at = 0
         for step in steps:
@@ -168,10 +160,6 @@ class LlamaCpp:
             work[2, at:end] = step.sequence
             work[3, end - step.outputs : end] = 1
             at = end
-        size = self.info.vocab_size
-        bad = work[0][(work[0] < 0) | (work[0] >= size)]
-        if bad.size:
-            raise ValueError(f"token id {bad[0]} is out of range; ids lie below {size}")
         return work
 
     def _decode(self, work: NDArray[np.int64]) -> list[NDArray[np.float32]]:

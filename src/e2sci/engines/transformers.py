@@ -27,7 +27,13 @@ import torch
 import transformers
 
 from e2sci.decoding.distribution import Dense, Distribution
-from e2sci.engines.base import ContextFull, EngineError, ModelInfo, ModelNotFound, Step
+from e2sci.engines.base import (
+    EngineError,
+    ModelInfo,
+    ModelNotFound,
+    Step,
+    require_feasible,
+)
 from e2sci.engines.hf_tokenizer import Description, HfTokenizer, describe
 from e2sci.engines.packed_attention import NAME, Caches, Packed
 
@@ -87,7 +93,7 @@ class Transformers:
 
     def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
         """One pass. Also raises ValueError on steps that make no sense, before anything is fed."""
-        self._plan(steps)
+        require_feasible(self, steps)
         with _plain_errors(f"a pass of {sum(len(step.tokens) for step in steps)} tokens failed"):
             rows = iter(self._run(steps).numpy())
         for step in steps:
@@ -112,21 +118,6 @@ class Transformers:
         self._model = self._caches = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _plan(self, steps: Sequence[Step]) -> None:
-        """Raises ValueError or ContextFull if the steps can't be fed."""
-        if len({step.sequence for step in steps}) < len(steps):
-            raise ValueError("a sequence occurs twice in one pass")
-        size = self.info.vocab_size
-        for step in steps:
-            n, held = len(step.tokens), self.length(step.sequence)
-            if not 0 <= step.outputs <= n:
-                raise ValueError(f"{step.outputs} outputs asked of {n} tokens")
-            if held + n > self.info.context:
-                full = f"{held} + {n} tokens are more than the context of {self.info.context} holds"
-                raise ContextFull(f"{full}; raise the context or shorten the prompt")
-            if bad := [t for t in step.tokens if not 0 <= t < size]:
-                raise ValueError(f"token id {bad[0]} is out of range; ids lie below {size}")
 
     def _run(self, steps: Sequence[Step]) -> torch.Tensor:
         """The logits asked for: (outputs of all steps, vocabulary), float32, on the CPU."""
