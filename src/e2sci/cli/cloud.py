@@ -17,10 +17,11 @@ import click
 from e2sci.cli.common import (
     Address,
     BadInput,
-    Seconds,
     cannot_listen,
+    drain_option,
     friendly,
     listen_option,
+    log_option,
     refuse_remote,
 )
 from e2sci.cli.keys import keys_option
@@ -66,13 +67,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     show_default=True,
     help="Edges connected at once.",
 )
-@click.option(
-    "--drain",
-    type=Seconds(0, 86400),
-    default=30.0,
-    show_default=True,
-    help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
-)
+@drain_option
 @click.option(
     "--keep-caches/--no-keep-caches",
     default=True,
@@ -86,14 +81,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Take the predictor for elastic thresholds from a file of `e2sci calibrate`.",
 )
 @click.option("--predictor", type=_file, help="The same from an .npz file.")
-@click.option(
-    "--log",
-    "log_format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Lines for people, or a JSON object an event.",
-)
+@log_option
 @click.option(
     "--otel",
     is_flag=True,

@@ -55,6 +55,23 @@ class Seconds(click.FloatRange):
         return number
 
 
+drain_option = click.option(
+    "--drain",
+    type=Seconds(0, 86400),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
+)
+log_option = click.option(
+    "--log",
+    "log_format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Lines for people, or a JSON object an event.",
+)
+
+
 class Address(NamedTuple):
     host: str
     port: int

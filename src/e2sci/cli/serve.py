@@ -19,9 +19,11 @@ from e2sci.cli.common import (
     BadInput,
     Seconds,
     cannot_listen,
+    drain_option,
     friendly,
     listen_option,
     load,
+    log_option,
     model_options,
     refuse_remote,
 )
@@ -143,21 +145,8 @@ def origin(value: str) -> str:
     show_default=True,
     help="Seconds to wait for a cloud that is away, lost in mid-answer, or has no place.",
 )
-@click.option(
-    "--drain",
-    type=Seconds(0, 86400),
-    default=30.0,
-    show_default=True,
-    help="Seconds that requests under way are given at Ctrl-C or SIGTERM.",
-)
-@click.option(
-    "--log",
-    "log_format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Lines for people, or a JSON object an event.",
-)
+@drain_option
+@log_option
 @click.option("--verbose", is_flag=True, help="Log requests and refusals.")
 @model_options(4096)
 def serve(
