@@ -1,6 +1,6 @@
 """The cloud under load: makes docs/load.md.
 
-    python benchmarks/load.py                     # everything, then the page (about 15 minutes)
+    python benchmarks/load.py                     # everything, then the page
     python benchmarks/load.py --only batch,wrong  # some parts anew; the rest as in docs/load.json
 
     edges    64 edges at once: is each text what it is alone, and how evenly do they progress?
