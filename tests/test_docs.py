@@ -23,8 +23,9 @@ from e2sci.decoding.credit import CreditParams, CreditState
 from e2sci.decoding.distribution import Dense, pack_ids
 from e2sci.decoding.sampling import SamplingParams
 from e2sci.session import messages
-from e2sci.session.cloud import CloudModel, CloudSession, Pass
+from e2sci.session.cloud import CloudSession, Pass
 from e2sci.session.edge import EdgeSession
+from e2sci.session.line import CloudModel
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import Message, Verdict, decode_message, encode_message
 

@@ -16,7 +16,8 @@ from e2sci.runtime.passes import PassTimes, measure_passes
 from e2sci.runtime.scheduler import PREFILL, Scheduler
 from e2sci.runtime.seat import Arrivals
 from e2sci.runtime.worker import ThreadWorker
-from e2sci.session.cloud import CloudModel, CloudSession
+from e2sci.session.cloud import CloudSession
+from e2sci.session.line import CloudModel
 from e2sci.session.messages import Error, Verdict
 from live import TIMES, LiveCloud, Watched, draft, idle, pair, raw_client, target, until
 from world import PROMPT, opening

@@ -23,8 +23,9 @@ from e2sci.engines.base import Engine, Step
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig
 from e2sci.runtime.caches import Cache
 from e2sci.runtime.drafter import Drafter, DraftJob
-from e2sci.session.cloud import CloudModel, CloudSession, Pass
+from e2sci.session.cloud import CloudSession, Pass
 from e2sci.session.edge import Commit, EdgeSession
+from e2sci.session.line import CloudModel
 from e2sci.session.lookahead import Lookahead
 from e2sci.session.messages import (
     Cancel,

@@ -38,7 +38,8 @@ import msgspec
 from e2sci.decoding.credit import Credit, CreditParams, CreditState
 from e2sci.decoding.predictor import Forecast, Predictor
 from e2sci.emulation.profile import Profile
-from e2sci.session.cloud import CloudModel, CloudSession
+from e2sci.session.cloud import CloudSession
+from e2sci.session.line import CloudModel
 from e2sci.session.messages import MAX_WINDOW, Open
 
 SD_WINDOW = 5

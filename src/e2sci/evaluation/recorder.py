@@ -26,7 +26,7 @@ from e2sci.evaluation.pair import Pair, PairSpec
 from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
 from e2sci.evaluation.traces import RequestTrace, TraceWriter
 from e2sci.evaluation.workers import spread
-from e2sci.runtime.cloud import different_vocabularies
+from e2sci.runtime.service import different_vocabularies
 from e2sci.runtime.text import prompt_ids
 
 _Place = dict[str, Any]

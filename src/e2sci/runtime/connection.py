@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from e2sci.engines.base import Fingerprint, ModelInfo
-from e2sci.runtime.cloud import different_vocabularies
+from e2sci.runtime.service import different_vocabularies
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import OPEN_SECONDS, Channel, ChannelClosed, framed
 from e2sci.runtime.worker import now

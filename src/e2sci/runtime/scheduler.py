@@ -25,10 +25,11 @@ from e2sci.runtime.metrics import Metrics
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.places import Places
 from e2sci.runtime.seat import ACCEPTANCE, Ended, Seat
+from e2sci.runtime.service import error_message
 from e2sci.runtime.turns import in_turn
 from e2sci.runtime.worker import Worker, now
 from e2sci.session.cloud import CloudSession, Pass
-from e2sci.session.messages import Error, Message, Open, Opened, ProtocolError, Verdict, Window
+from e2sci.session.messages import Message, Open, Opened, ProtocolError, Verdict, Window
 
 log = logging.getLogger("e2sci.cloud")
 
@@ -343,14 +344,3 @@ class Scheduler:
         self._metrics.cached_tokens.set_function(
             lambda: places.kept + sum(s.session.cached for s in seats)
         )
-
-
-def error_message(error: ProtocolError, request: int = 0) -> Error:
-    """The wire form of an error."""
-    return Error(
-        request=request,
-        code=error.code,
-        message=str(error),
-        retryable=error.retryable,
-        retry_after_s=error.retry_after_s,
-    )

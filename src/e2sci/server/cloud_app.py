@@ -1,4 +1,4 @@
-"""The cloud on a port: a WebSocket server around `runtime.cloud`, with `door` in front.
+"""The cloud on a port: a WebSocket server around `runtime.service`, with `door` in front.
 
 `listening` serves; `until_signalled` says for how long: a first signal drains the cloud, a second
 one ends it. Leaving `listening` closes what is open with code 1001, which sends edges elsewhere.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from websockets.asyncio.server import Server, serve
 
-from e2sci.runtime.cloud import Cloud
+from e2sci.runtime.service import Service
 from e2sci.runtime.transport import OPEN_SECONDS
 from e2sci.server.door import CONNECTIONS, Door
 from e2sci.server.keys import Keys
@@ -31,7 +31,7 @@ _wire.setLevel(logging.ERROR)
 
 @asynccontextmanager
 async def listening(
-    cloud: Cloud,
+    cloud: Service,
     host: str,
     port: int,
     *,
@@ -86,13 +86,12 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-async def until_signalled(cloud: Cloud, drain_s: float) -> None:
+async def until_signalled(cloud: Service, drain_s: float) -> None:
     """Return behind SIGINT or SIGTERM: once the requests under way have ended, `drain_s` seconds
     are over, or a second signal comes."""
     first, second = signals()
     await first.wait()
-    assert cloud.scheduler is not None
-    if drain_s and not cloud.scheduler.empty.is_set():
+    if drain_s and not cloud.desk.empty.is_set():
         log.warning("draining, for %g s at most; a second signal ends it at once", drain_s)
     drained = asyncio.create_task(cloud.drain(drain_s))
     ended = asyncio.create_task(second.wait())

@@ -1,8 +1,8 @@
 """The door of a cloud: who comes in, and what plain HTTP is answered.
 
 WebSockets and plain HTTP share the port. A handshake needs a key where keys are on; the client it
-belongs to goes to `Cloud.serve` with the connection, and when the key is revoked the connection is
-closed. Beside that there are three pages:
+belongs to goes to `Service.serve` with the connection, and when the key is revoked the connection
+is closed. Beside that there are three pages:
 
     /healthz   200 while the process lives; always open
     /readyz    200 while requests are taken, 503 while draining or the engine fails; always open
@@ -26,7 +26,7 @@ from websockets.http11 import Request, Response
 from websockets.protocol import CONNECTING, OPEN
 
 from e2sci.runtime.admission import Client
-from e2sci.runtime.cloud import Cloud
+from e2sci.runtime.service import Service
 from e2sci.runtime.transport import WebSocketChannel
 from e2sci.server.keys import Keys
 
@@ -63,7 +63,7 @@ class Socket(ServerConnection):
 class Door:
     """`cloud` behind its port. `keys`: None lets everyone in; `connections`: WebSockets at once."""
 
-    def __init__(self, cloud: Cloud, keys: Keys | None, connections: int = CONNECTIONS) -> None:
+    def __init__(self, cloud: Service, keys: Keys | None, connections: int = CONNECTIONS) -> None:
         self.connections = connections
         self.sockets: set[Socket] = set()
         self.inside: set[Socket] = set()

@@ -36,29 +36,9 @@ from dataclasses import dataclass
 from e2sci.decoding.acceptance import Judgement
 from e2sci.decoding.credit import Credit, CreditParams, CreditState
 from e2sci.decoding.distribution import Distribution, pack_ids
-from e2sci.decoding.sampling import History
 from e2sci.session.judge import Draft, Judge
-from e2sci.session.messages import (
-    MAX_QUEUE,
-    MAX_TOKENS,
-    Finished,
-    FinishReason,
-    Message,
-    Open,
-    ProtocolError,
-    Verdict,
-    Window,
-    ids_of,
-)
-
-
-@dataclass(frozen=True)
-class CloudModel:
-    """What a session must know of the target: ids below `vocab` may occur; `context` in tokens."""
-
-    vocab: int
-    context: int
-    eos: frozenset[int]
+from e2sci.session.line import CloudModel, Line
+from e2sci.session.messages import Message, Open, Verdict, Window
 
 
 @dataclass(frozen=True)
@@ -72,7 +52,7 @@ class Pass:
     drafts: int
 
 
-class CloudSession:
+class CloudSession(Line):
     """One request at the cloud. Raises ProtocolError when the opening can't be served.
 
     `credit` makes what the threshold follows. `prehit=False` judges the first queued token with the
@@ -87,64 +67,20 @@ class CloudSession:
         credit: Callable[[CreditParams, CreditState | None], Credit] = Credit,
         prehit: bool = True,
     ) -> None:
-        prompt = ids_of(opening.prompt, model.vocab, MAX_TOKENS, "prompt")
-        committed = ids_of(opening.committed, model.vocab, MAX_TOKENS, "committed tokens")
-        _check_opening(opening, len(prompt), len(committed), model)
-        self.request = opening.request
-        self.limit = min(opening.max_tokens, model.context - len(prompt))
-        self.tokens = History(prompt)
-        for token in committed:
-            self.tokens.append(token)
+        super().__init__(opening, model)
         self.cached = 0
         self.carry: Distribution | None = None
-        self.queue: list[Draft] = []
-        self.branch = opening.branch
-        self.by_itself = False
-        self.finished: FinishReason | None = None
-        self.passes = self.fed = 0
-        self.accepted = self.in_vain = 0
+        self.in_vain = 0
         self._begun = False
         self._prehit = prehit
-        self._opening = opening
-        self._model = model
-        self._end = len(prompt) + self.limit
-        self.prompt = len(prompt)
         self._judging = Judge(opening, model.vocab, credit)
-
-    @property
-    def written(self) -> int:
-        """Output tokens so far."""
-        return len(self.tokens) - self.prompt
 
     # ---- events ---------------------------------------------------------------------------
 
     def window(self, message: Window) -> list[Message]:
         """Draft tokens have come, or word that none will for now (a window without tokens). Raises
         ProtocolError on a window that can't be ours."""
-        self.by_itself = not message.ids
-        if self.by_itself or self.finished or message.branch < self.branch:
-            return []
-        if not self.prompt <= message.start <= self._end:
-            raise ProtocolError("bad_window", f"window at {message.start}, outside of the output")
-        drafts = self._judging.drafts(message)
-        if message.branch > self.branch:
-            if self.queue:
-                raise ProtocolError("bad_window", "a new branch while the old one is still alive")
-            self.branch = message.branch
-        done = max(0, len(self.tokens) - message.start)
-        for offset, draft in enumerate(drafts[:done]):
-            if draft.token != self.tokens.tokens[message.start + offset]:
-                self.branch += 1
-                return []
-        fresh = drafts[done:]
-        expected = len(self.tokens) + len(self.queue)
-        if fresh and message.start + done != expected:
-            raise ProtocolError(
-                "bad_window", f"window starts at {message.start}; expected {expected}"
-            )
-        if len(self.queue) + len(fresh) > MAX_QUEUE:
-            raise ProtocolError("flooded", f"more than {MAX_QUEUE} draft tokens are waiting")
-        self.queue += fresh
+        self._receive(message)
         return self._use_carry()
 
     def plan(self, budget: int, *, fill: bool) -> Pass | None:
@@ -217,14 +153,10 @@ class CloudSession:
         """The engine's cache was given to another request; between passes only."""
         self.cached = 0
 
-    def cancel(self) -> list[Message]:
-        """The edge wants no more."""
-        if self.finished:
-            return []
-        self.finished = "cancelled"
-        return self._ending()
-
     # ---- judging --------------------------------------------------------------------------
+
+    def _read(self, message: Window) -> list[Draft]:
+        return self._judging.drafts(message)
 
     def _use_carry(self) -> list[Message]:
         """Pre-hit: judge the first queued token against the carry."""
@@ -252,12 +184,8 @@ class CloudSession:
         return token
 
     def _commit(self, token: int) -> None:
-        self.tokens.append(token)
+        super()._commit(token)
         self.carry = None
-        if token in self._model.eos:
-            self.finished = "stop"
-        elif len(self.tokens) >= self._end:
-            self.finished = "length"
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -286,29 +214,10 @@ class CloudSession:
         ]
 
     def _ending(self) -> list[Message]:
-        if self.finished is None:
-            return []
-        self.queue.clear()
-        self.carry = None
-        return [Finished(request=self.request, reason=self.finished)]
+        if self.finished:
+            self.carry = None
+        return super()._ending()
 
     def _count(self, done: Pass) -> None:
         self.passes += done.outputs > 0
         self.fed += len(done.tokens) - max(0, min(self.prompt - done.keep, len(done.tokens)))
-
-
-def _check_opening(opening: Open, prompt: int, committed: int, model: CloudModel) -> None:
-    if prompt == 0:
-        raise ProtocolError("empty_prompt", "the prompt is empty; expected at least one token")
-    if prompt >= model.context:
-        raise ProtocolError(
-            "too_long",
-            f"the prompt has {prompt} tokens; the cloud's context holds {model.context} and "
-            "needs room for at least one more: shorten it",
-        )
-    if opening.max_tokens < 1:
-        raise ProtocolError(
-            "bad_request", f"max_tokens is {opening.max_tokens}; expected 1 or more"
-        )
-    if committed >= min(opening.max_tokens, model.context - prompt):
-        raise ProtocolError("bad_request", "nothing is left to generate within max_tokens")
