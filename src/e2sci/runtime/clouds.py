@@ -44,6 +44,11 @@ class Clouds:
         return len(self.connections) > 1
 
     @property
+    def rtt_s(self) -> float | None:
+        """The round trip to the cloud that is turned to first, as last measured."""
+        return self._ranked()[0].rtt_s
+
+    @property
     def at_hand(self) -> bool:
         """Whether there is a cloud that nothing is known against."""
         return not all(connection.shunned for connection in self.connections)

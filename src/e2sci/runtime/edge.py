@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from e2sci.decoding.sampling import History, SamplingParams, pick
+from e2sci.decoding.sampling import SamplingParams
 from e2sci.engines.base import Engine
+from e2sci.runtime.alone import alone
 from e2sci.runtime.auto import Learnt
 from e2sci.runtime.background import Background
 from e2sci.runtime.caches import Cache, Caches
@@ -32,14 +33,13 @@ from e2sci.runtime.cloud import require_truncation
 from e2sci.runtime.clouds import Clouds
 from e2sci.runtime.connection import Connector, EdgeError
 from e2sci.runtime.drafter import Drafter
-from e2sci.runtime.options import Options, Piece, Result, Stats
+from e2sci.runtime.options import Options, Piece, Result
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.record import Record
 from e2sci.runtime.request import Request
 from e2sci.runtime.text import Prompt, TextStream, prompt_ids
 from e2sci.runtime.transport import HEARTBEAT_SECONDS, Dial
 from e2sci.runtime.worker import ThreadWorker, Worker
-from e2sci.session.edge import Commit, Origin
 from e2sci.session.messages import Welcome
 
 log = logging.getLogger("e2sci.edge")
@@ -137,6 +137,17 @@ class Edge:
         return await connection.ping()
 
     @property
+    def has_cloud(self) -> bool:
+        """Whether it knows of a cloud, be that reachable or not."""
+        return self._known is not None
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Seconds of a round trip to the nearest cloud as last measured; None before. Raises
+        ValueError without a cloud."""
+        return self._clouds.rtt_s
+
+    @property
     def pass_times(self) -> PassTimes:
         """The cloud's pass times, as it measured them. Raises ValueError before `connect`."""
         return PassTimes(self._welcome.pass_ms)
@@ -225,38 +236,11 @@ class Edge:
         info = self.engine.info
         limit = self._limit(ids, options, info.context)
         record = Record(TextStream(self.engine.tokenizer, options.stop), info.eos_ids)
-        history, reason = History(ids), "length"
         async with AsyncExitStack() as stack:
             cache = await self._cache(stack, ids)
-            for _ in range(limit):
-                p = await self._worker.submit(
-                    lambda: cache.behind(self.engine, history.tokens, len(cache.tokens))
-                )
-                p = p.limited(info.real_vocab)
-                token = pick(p, options.sampling, history)
-                commit = Commit(len(history), token, Origin.DRAFTED)
-                history.append(token)
-                yield record.add([commit])
-                if token in info.eos_ids or record.stopped:
-                    reason = "stop"
-                    break
-        rest = record.close()
-        stats = Stats(
-            mode="draft",
-            accept=options.accept,
-            drafted=len(record.ids),
-            **record.times(),  # type: ignore[arg-type]
-        )
-        result = Result(
-            record.text,
-            record.ids,
-            reason,
-            len(ids),
-            stats,
-            record.commits,
-            request_id=options.request_id,
-        )
-        yield Piece(rest, [], result)
+            pieces = alone(self.engine, self._worker, cache, record, ids, options, limit)
+            async for piece in await stack.enter_async_context(aclosing(pieces)):
+                yield piece
 
     # ---- resources ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from e2sci.decoding.acceptance import Measure, RuleName, RuleParams
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.sampling import SamplingParams
 from e2sci.runtime.choice import Way
+from e2sci.runtime.tale import Tale
 from e2sci.session.edge import Commit
 from e2sci.session.messages import MAX_TOP, MAX_WINDOW, Judged
 
@@ -46,7 +47,9 @@ class Options:
     edge is patient, let the `draft` go on alone until one is back (what it writes is nobody's but
     its own, whatever the rule), or `fail` at once. `request_id`: up to 32 hex digits that both ends
     call the request in their logs; none by default. `logprobs`: let every commit carry the target's
-    log-probability of its token, and of so many best ones (0 to 20; None: neither).
+    log-probability of its token, and of so many best ones (0 to 20; None: neither). `tale`: let
+    every piece tell what has happened on the way to it; unlike `trace` it lets nothing more go up,
+    so it has divergences only where the rule needs them, and it goes with any mode.
     """
 
     mode: Mode = "pipelined"
@@ -71,6 +74,7 @@ class Options:
     logprobs: int | None = None
     on_cloud_loss: OnCloudLoss = "wait"
     request_id: str = ""
+    tale: bool = False
 
     def __post_init__(self) -> None:
         _within("window", self.window, 1, MAX_WINDOW)
@@ -230,9 +234,11 @@ class Result:
 @dataclass(frozen=True)
 class Piece:
     """One step of a stream: text that is now certain, and the tokens committed with it; or a
-    `notice` for the user, without any."""
+    `notice` for the user, without any. `tale`: with `Options.tale`, and such pieces may have
+    nothing else."""
 
     text: str
     commits: list[Commit]
     result: Result | None = None
     notice: str | None = None
+    tale: Tale | None = None

@@ -12,8 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-
-import msgspec
+from dataclasses import replace
 
 from e2sci.decoding.acceptance import Proposal
 from e2sci.decoding.distribution import pack_ids
@@ -28,10 +27,11 @@ from e2sci.runtime.connection import (
     Inbox,
 )
 from e2sci.runtime.drafter import Drafter, DraftJob
-from e2sci.runtime.options import Options, Piece, Result, Stats
+from e2sci.runtime.meter import Meter
+from e2sci.runtime.options import Options, Piece, Result
+from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.record import Record
 from e2sci.runtime.recovery import GivenUp, Recovery
-from e2sci.runtime.trips import Trips
 from e2sci.runtime.worker import Worker, now
 from e2sci.session.edge import Commit, EdgeSession
 from e2sci.session.lookahead import Lookahead
@@ -39,14 +39,12 @@ from e2sci.session.messages import (
     Cancel,
     Error,
     Finished,
-    Judged,
     Message,
     Open,
     Opened,
     ProtocolError,
     Verdict,
     Welcome,
-    Window,
 )
 
 log = logging.getLogger("e2sci.edge")
@@ -108,7 +106,7 @@ class Request:
             drafting=drafter is not None,
             lookahead=way.mode == "pipelined",
             fill=way.fill,
-            trace=options.trace,
+            trace=options.trace or options.tale,
             top=options.logprobs,
             id=options.request_id,
         )
@@ -120,10 +118,7 @@ class Request:
             lookahead=Lookahead(way.window, options.eta, options.lookahead),
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
-        self._draft_s: float | None = None
-        self._trips = Trips()
-        self._uplink = 0
-        self._trace: list[Judged] = []
+        self._meter = Meter(record, self._session, self._inbox, tells=options.tale)
 
     def tell(self, notice: str) -> None:
         """Let the user know, with the next piece."""
@@ -144,13 +139,13 @@ class Request:
             while not self._session.finished and not self._record.stopped:
                 commits = await self._turn()
                 while told < len(self._notices):
-                    yield Piece("", [], notice=self._notices[told])
+                    yield self._with_tale(Piece("", [], notice=self._notices[told]))
                     told += 1
-                if commits:
-                    yield self._record.add(commits)
+                if commits or self._meter.news:
+                    yield self._with_tale(self._record.add(commits))
             reason = "stop" if self._record.stopped else self._session.finished or "stop"
             rest = self._record.close()
-            yield Piece(rest, [], self._result(reason))
+            yield self._with_tale(Piece(rest, [], self._result(reason)))
         except GivenUp as error:
             self._record.close()
             raise CloudLost(f"the cloud is gone: {error}", self._result("lost")) from None
@@ -203,9 +198,7 @@ class Request:
         took = now() - began
         if self._auto is not None and job.position - job.keep <= _STEP:
             self._auto.drafted(took)
-        self._draft_s = (
-            took if self._draft_s is None else self._draft_s + 0.2 * (took - self._draft_s)
-        )
+        self._meter.drafted(took)
         await self._send(self._session.drafted(proposal, job.position, job.branch))
 
     # ---- mode auto ------------------------------------------------------------------------
@@ -247,8 +240,6 @@ class Request:
                     self._session.opened(message)
                     self._recovery.opened(self._connection)
                 case Verdict():
-                    self._measure(message)
-                    self._trace += self._stamped(message.trace)
                     return self._judged(message)
                 case Finished():
                     self._session.finish(message)
@@ -260,26 +251,15 @@ class Request:
         counts = self._session.stats
         accepted, corrections = counts.accepted, counts.corrections
         commits = self._session.verdict(verdict)
+        self._meter.heard(verdict, commits)
         if self._auto is not None:
             self._auto.judged(counts.accepted - accepted, counts.corrections - corrections)
         return commits
 
-    def _measure(self, verdict: Verdict) -> None:
-        """Learn how many tokens are drafted in the time from a window to its verdict."""
-        took = self._trips.took(verdict, now())
-        if took is not None and self._draft_s:
-            self._session.lookahead.measured(took / self._draft_s + 1)
-
-    def _stamped(self, records: tuple[Judged, ...]) -> list[Judged]:
-        ms = 1000 * (now() - self._record.began)
-        return [msgspec.structs.replace(r, ms=round(ms, 3)) for r in records]
-
     async def _send(self, messages: Sequence[Message]) -> None:
         try:
             for message in messages:
-                self._uplink += await self._connection.send(message)
-                if isinstance(message, Window):
-                    self._trips.sent(message, now())
+                self._meter.sent(message, await self._connection.send(message))
         except ConnectionLost:
             self._inbox.wake.set()  # the reader tells us too; then we resume
 
@@ -287,7 +267,7 @@ class Request:
         """The cloud is gone, or has no place: search. Raises GivenUp or EdgeError."""
         self._connection.forget(self._opening.request)
         self._session.lost()
-        self._trips.lost()
+        self._meter.lost()
         if isinstance(reason, Error):
             self._recovery.refused(self._connection, reason)
         else:
@@ -316,38 +296,34 @@ class Request:
             with suppress(ConnectionLost):
                 await self._connection.send(Cancel(request=self._opening.request))
 
-    def _result(self, reason: str) -> Result:
-        counts, credit = self._session.stats, self._session.credit
-        judged = counts.accepted + counts.corrections
-        stats = Stats(
-            mode=self._auto.mode if self._auto else self._options.mode,
-            accept=self._options.accept,
-            **self._record.times(),  # type: ignore[arg-type]
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            acceptance_rate=counts.accepted / judged if judged else None,
-            windows=counts.windows,
-            cloud_passes=counts.passes,
-            cloud_tokens=counts.fed,
-            uplink_bytes=self._uplink,
-            downlink_bytes=self._inbox.bytes,
-            wasted_drafts=counts.drafted - counts.accepted - counts.alone,
-            corrections=counts.corrections,
-            filled=counts.filled,
-            credit=credit.credit if credit else None,
-            threshold=credit.threshold if credit else None,
-            reconnects=self._recovery.reconnects,
-            drafted_alone=counts.alone,
+    # ---- what is told ---------------------------------------------------------------------
+
+    def _with_tale(self, piece: Piece) -> Piece:
+        """The piece, with what has happened on the way to it if that is wanted."""
+        if not self._options.tale:
+            return piece
+        auto, connection = self._auto, self._connection
+        resting = self._session.resting
+        points = connection.welcome.pass_ms if connection.welcome else ()
+        tale = self._meter.tale(
+            self._options.mode if auto is None else "cloud" if resting else auto.way.mode,
+            drafting=self._drafter is not None and not resting,
+            rtt_s=connection.rtt_s,
+            cloud_ms=PassTimes(points).ms(1) if points else None,
         )
+        return replace(piece, tale=tale)
+
+    def _result(self, reason: str) -> Result:
+        mode = self._auto.mode if self._auto else self._options.mode
         record = self._record
         return Result(
             record.text,
             record.ids,
             reason,
             self._prompt,
-            stats,
+            self._meter.stats(mode, self._options.accept, self._recovery.reconnects),
             record.commits,
-            self._trace,
+            self._meter.trace,
             self._options.request_id,
             self._notices,
         )
