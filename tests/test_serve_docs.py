@@ -45,7 +45,7 @@ def test_every_field_of_a_request_is_told():
 
 def test_our_own_fields_are_told():
     rows = table(section(SERVING, "Our own options"))
-    assert [bare(row[0]) for row in rows] == [f.name for f in msgspec.structs.fields(E2sci)]
+    assert [bare(row[0]) for row in rows] == [f.encode_name for f in msgspec.structs.fields(E2sci)]
     for row, field in zip(rows, msgspec.structs.fields(E2sci), strict=True):
         known = re.findall(r"'(\w+)'", str(field.type))
         if known:

@@ -209,8 +209,9 @@ class Completions:
         ]
         starts = [] if ask.chat else [self._characters(prompt) for prompt in ask.prompts]
         shapes = Shapes(id, name, ask.chat, engine.tokenizer, top or 0, starts)
+        wanted = {"scored": top is not None, "traced": ask.options.tale}
         choices = [
-            Choice(i, i // ask.n, ask.seed(i % ask.n), engine.tokenizer, scored=top is not None)
+            Choice(i, i // ask.n, ask.seed(i % ask.n), engine.tokenizer, **wanted)
             for i in range(len(prompts) * ask.n)
         ]
         return Answer(ask, shapes, prompts, choices)

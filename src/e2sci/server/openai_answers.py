@@ -19,6 +19,7 @@ from e2sci.runtime.options import Piece
 from e2sci.server.openai_errors import Failure
 from e2sci.server.openai_requests import Ask
 from e2sci.server.openai_shapes import Choice, Shapes, Shown, encode
+from e2sci.server.openai_tale import told
 
 SEND_SECONDS = 60.0
 """How long a client may leave what it was sent unread."""
@@ -51,13 +52,17 @@ class Answer:
     @property
     def ending(self) -> dict[str, Any]:
         """Our own part: what it takes to ask the same again, and how it went."""
-        own = {
+        return {
             "request_id": self.shapes.id,
             "seed": self.ask.seed(0),
             "notices": [notice for choice in self.choices for notice in choice.notices],
             "stats": [vars(choice.result.stats) for choice in self.choices if choice.result],
         }
-        return {"e2sci": own}
+
+    @property
+    def traced(self) -> bool:
+        """Whether the tale is wanted too."""
+        return self.ask.options.tale
 
 
 class Writer(Protocol):
@@ -75,14 +80,20 @@ class Whole:
         self._events = events
         self._answer = answer
         self._shown: list[list[Shown]] = [[] for _ in answer.choices]
+        self._trace: list[dict[str, Any]] = []
 
     async def hear(self, choice: Choice, piece: Piece) -> None:
-        self._shown[choice.index] += choice.take(piece)[1]
+        placed = choice.take(piece)
+        self._shown[choice.index] += choice.shown()
+        if self._answer.traced:
+            self._trace.append(told(self._answer.shapes, choice, piece, placed))
 
     async def end(self) -> None:
         answer = self._answer
         texts = answer.shapes.whole(answer.choices, self._shown)
-        await self._events.whole({**texts, "usage": answer.usage, **answer.ending})
+        trace = {"trace": self._trace} if answer.traced else {}
+        own = {"usage": answer.usage, "e2sci": {**answer.ending, **trace}}
+        await self._events.whole({**texts, **own})
 
 
 class Streamed:
@@ -95,21 +106,28 @@ class Streamed:
 
     async def hear(self, choice: Choice, piece: Piece) -> None:
         answer, shapes = self._answer, self._answer.shapes
-        text, shown = choice.take(piece)
+        placed, shown = choice.take(piece), choice.shown()
+        tale = {"e2sci": told(shapes, choice, piece, placed)} if answer.traced else {}
         if shapes.chat and choice not in self._begun and (piece.commits or piece.result):
             self._begun.add(choice)
             await self._send(shapes.first(choice))
-        if text or shown:
-            await self._send(shapes.more(choice, text, shown))
+        if piece.text or shown:
+            await self._send(shapes.more(choice, piece.text, shown), **tale)
+        elif tale:
+            await self._send(shapes.chunk(None, {}), **tale)
         if piece.result:
             last = not answer.ask.usage and all(each.result for each in answer.choices)
-            await self._send(shapes.last(choice), **answer.ending if last else {})
+            await self._send(shapes.last(choice), **self._ending if last else {})
 
     async def end(self) -> None:
         answer = self._answer
         if answer.ask.usage:
-            await self._send(answer.shapes.chunk(None, {}), usage=answer.usage, **answer.ending)
+            await self._send(answer.shapes.chunk(None, {}), usage=answer.usage, **self._ending)
         await self._events.end()
+
+    @property
+    def _ending(self) -> dict[str, Any]:
+        return {"e2sci": self._answer.ending}
 
     async def _send(self, chunk: dict[str, Any], **more: Any) -> None:
         """Who has asked for usage finds it in every chunk, empty but for the last one."""

@@ -38,7 +38,7 @@ _SEEDS = 2**63
 
 
 class E2sci(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Our own options; those of `Options` by the same names."""
+    """Our own options; those of `Options` by the same names, but that its `tale` is `trace`."""
 
     mode: Mode | None = None
     gamma: float | None = None
@@ -48,6 +48,7 @@ class E2sci(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     budget: float | None = None
     window: int | None = None
     on_cloud_loss: OnCloudLoss | None = None
+    tale: bool | None = msgspec.field(default=None, name="trace")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,11 +37,18 @@ class Shown(NamedTuple):
 
 
 class Choice:
-    """Text `index` of an answer. `prompt`: number of its prompt; `seed`: its own; `scored`: whether
-    its tokens are wanted too."""
+    """Text `index` of an answer. `prompt`: number of its prompt; `seed`: its own; `scored`,
+    `traced`: whether its tokens are wanted too, with scores or in the tale."""
 
     def __init__(
-        self, index: int, prompt: int, seed: int, tokenizer: Tokenizer, *, scored: bool
+        self,
+        index: int,
+        prompt: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        *,
+        scored: bool,
+        traced: bool,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -52,6 +59,7 @@ class Choice:
         self.result: Result | None = None
         self._tokenizer = tokenizer
         self._scored = scored
+        self._traced = traced
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._decoded = 0
         self._held: deque[Shown] = deque()
@@ -63,24 +71,32 @@ class Choice:
             return None
         return "length" if self.result.finish_reason == "length" else "stop"
 
-    def take(self, piece: Piece) -> tuple[str, list[Shown]]:
-        """The next piece; the text it adds, and the tokens that may be shown with it."""
+    def take(self, piece: Piece) -> list[Shown]:
+        """The next piece; its tokens, each in its place, if they are wanted."""
         self.text += piece.text
         self.tokens += len(piece.commits)
         self.result = piece.result
         if piece.notice is not None:
             self.notices.append(piece.notice)
-        return piece.text, self._shown(piece.commits) if self._scored else []
-
-    def _shown(self, commits: Sequence[Commit]) -> list[Shown]:
-        for commit in commits:
-            self._held.append(Shown(self._decoded, commit))
-            self._decoded += len(self._decoder.decode(self._tokenizer.piece(commit.token)))
-        end = len(self.text)
+        wanted = piece.commits if self._scored or self._traced else []
+        placed = [self._place(commit) for commit in wanted]
+        if self._scored:
+            self._held += placed
         if self.result is not None:
             self._decoded += len(self._decoder.decode(b"", final=True))
+        return placed
+
+    def shown(self) -> list[Shown]:
+        """The tokens whose scores are due: the text they begin in has come."""
+        end = len(self.text)
+        if self.result is not None:
             end += self._decoded == end  # nothing is cut off, so an empty last token counts too
         return [self._held.popleft() for _ in range(sum(each.offset < end for each in self._held))]
+
+    def _place(self, commit: Commit) -> Shown:
+        offset = self._decoded
+        self._decoded += len(self._decoder.decode(self._tokenizer.piece(commit.token)))
+        return Shown(offset, commit)
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,18 @@ class Shapes:
         name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
         return {"id": name, "object": kind, "created": self.created, "model": self.model}
 
+    def token(self, token: int) -> str:
+        """A token as text: a special one by its name, one that is no whole character by its bytes,
+        with a mark in front as each endpoint has it."""
+        piece = self.tokenizer.piece(token)
+        if not piece:
+            return self.tokenizer.name(token).decode(errors="replace")
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            mark = "" if self.chat else "bytes:"
+            return mark + "".join(f"\\x{byte:02x}" for byte in piece)
+
     def _text(self, text: str) -> dict[str, Any]:
         if self.chat:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -150,9 +178,9 @@ class Shapes:
         if self.chat:
             return {"content": [self._scored(each) for each in shown], "refusal": None}
         start = self.starts[choice.prompt]
-        best = [dict(self._named(each, "bytes:")) for each in shown]
+        best = [dict(self._named(each)) for each in shown]
         return {
-            "tokens": [self._name(each.commit.token, "bytes:") for each in shown],
+            "tokens": [self.token(each.commit.token) for each in shown],
             "token_logprobs": [_finite(_score(each).log_prob) for each in shown],
             "top_logprobs": best if self.top else None,
             "text_offset": [start + each.offset for each in shown],
@@ -166,28 +194,17 @@ class Shapes:
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         piece = self.tokenizer.piece(token)
         return {
-            "token": self._name(token, ""),
+            "token": self.token(token),
             "logprob": _finite(log_prob),
             "bytes": list(piece) if piece else None,
         }
 
-    def _named(self, each: Shown, mark: str) -> list[tuple[str, float]]:
+    def _named(self, each: Shown) -> list[tuple[str, float]]:
         """The best tokens by name, and the one that was taken, best first."""
         score = _score(each)
         scored = dict(zip(_ids(each), score.log_probs, strict=True))
         scored.setdefault(each.commit.token, score.log_prob)
-        return [(self._name(token, mark), _finite(value)) for token, value in scored.items()]
-
-    def _name(self, token: int, mark: str) -> str:
-        """A token as text: a special one by its name, one that is no whole character by its bytes,
-        with `mark` in front."""
-        piece = self.tokenizer.piece(token)
-        if not piece:
-            return self.tokenizer.name(token).decode(errors="replace")
-        try:
-            return piece.decode()
-        except UnicodeDecodeError:
-            return mark + "".join(f"\\x{byte:02x}" for byte in piece)
+        return [(self.token(token), _finite(value)) for token, value in scored.items()]
 
 
 def _score(each: Shown) -> Score:
