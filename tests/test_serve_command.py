@@ -75,6 +75,7 @@ def test_it_says_the_same_as_the_other_two(cloud):
     assert json.loads(said.stdout)["text"] == wanted
     with serving("--cloud", cloud.url) as (url, child):
         assert url.endswith("/v1")
+        child.stderr.readline()  # where the page is
         line = child.stderr.readline()
         assert line.startswith(f"try: curl {url}/chat/completions -H 'Content-Type: application/js")
         json.loads(line.partition(" -d '")[2].rstrip("'\n"))
@@ -119,6 +120,16 @@ def test_the_draft_alone_needs_no_cloud():
         assert wrong.status_code == 400
         child.send_signal(signal.SIGINT)
         assert ended(child)[0] == 0
+
+
+def test_the_page_is_named_and_can_be_left_away():
+    with serving("--mode", "draft") as (url, child):
+        page = child.stderr.readline().removeprefix("its page: ").strip()
+        assert page == url.removesuffix("v1")
+        assert "<!doctype html>" in httpx.get(page, trust_env=False).text
+    with serving("--mode", "draft", "--no-page") as (url, child):
+        assert child.stderr.readline().startswith("try: curl")
+        assert httpx.get(url.removesuffix("v1"), trust_env=False).status_code == 404
 
 
 def test_a_cloud_may_come_later():
@@ -249,7 +260,7 @@ def test_what_is_no_setting(args, words):
     refused(serve(*args), words)
 
 
-@pytest.mark.parametrize("name", ["starlette", "uvicorn"])
+@pytest.mark.parametrize("name", ["starlette", "uvicorn", "plotly"])
 def test_without_the_extra(name):
     """Help is there all the same."""
     code = f"import sys; sys.modules[{name!r}] = None; from e2sci.cli import main; main()"

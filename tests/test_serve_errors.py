@@ -189,7 +189,7 @@ def test_bodies_that_are_none(edge, body, words):
 
 def test_pages_that_are_not_there(edge):
     failed(edge.get("/v1/chat"), 404, "/v1/chat/completions")
-    failed(edge.get("/"), 404, "no such page")
+    failed(edge.get("/v1"), 404, "no such page")
     answer = edge.get("/v1/chat/completions")
     failed(answer, 405, "takes POST only")
     assert answer.headers["allow"] == "POST"
@@ -382,7 +382,7 @@ def test_a_keys_limits(path):
 def test_web_pages_are_kept_out(one_cloud):
     page = {"Origin": "http://page.example"}
     with LiveEdge(one_cloud) as edge:
-        for origin in (page, {"Origin": "null"}, {"Origin": f"http://{edge.at}"}):
+        for origin in (page, {"Origin": "null"}):
             failed(edge.post(body=LONG, headers=origin), 403, "--cors", code="origin_not_allowed")
             failed(edge.get("/v1/models", headers=origin), 403)
         assert "access-control-allow-origin" not in edge.get("/v1/models").headers

@@ -72,6 +72,7 @@ def origin(value: str) -> str:
     metavar="ORIGIN",
     help="Let web pages of this origin call, as in http://localhost:3000; may be repeated.",
 )
+@click.option("--no-page", is_flag=True, help="Serve the API only, without the page at the root.")
 @click.option("--name", help="What clients call the model.  [default: the cloud's name for it]")
 @click.option(
     "--mode",
@@ -159,6 +160,7 @@ def serve(
     keys_file: Path | None,
     insecure: bool,
     origins: tuple[str, ...],
+    no_page: bool,
     name: str | None,
     calibration: Path | None,
     requests: int,
@@ -212,10 +214,12 @@ def serve(
                 keys=keys,
                 origins=origins,
                 requests=requests,
+                page=not no_page,
             )
             at = Address(listen.host, bound.getsockname()[1])
-            announce = _log_start if log_format == "json" else _echo_start
-            asyncio.run(_run(edge, alone, partial(listening, app, bound), drain, at, announce))
+            start = _log_start if log_format == "json" else _echo_start
+            announce = partial(start, at, not no_page)
+            asyncio.run(_run(edge, alone, partial(listening, app, bound), drain, announce))
 
 
 def _parts() -> tuple[Any, Any]:
@@ -247,15 +251,14 @@ async def _run(
     alone: bool,
     listening: Callable[[], AbstractAsyncContextManager[Port]],
     drain: float,
-    at: Address,
-    announce: Callable[[Edge, Address], None],
+    announce: Callable[[Edge], None],
 ) -> None:
     async with edge:
         if not alone:
             await _meet(edge)
         async with listening() as port:
             first, second = signals()
-            announce(edge, at)
+            announce(edge)
             await first.wait()
             if drain and port.busy:
                 log.warning("draining, for %g s at most; a second signal ends it at once", drain)
@@ -271,15 +274,18 @@ async def _meet(edge: Edge) -> None:
         log.warning("%s; requests wait for it", error)
 
 
-def _echo_start(edge: Edge, at: Address) -> None:
+def _echo_start(at: Address, page: bool, edge: Edge) -> None:
     url = f"http://{at}/v1"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     click.echo(f"{edge.engine.info.name} listens on {url}; Ctrl-C ends it", err=True)
+    if page:
+        click.echo(f"its page: http://{at}/", err=True)
     click.echo(
         f"try: curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         err=True,
     )
 
 
-def _log_start(edge: Edge, at: Address) -> None:
-    log.info("listening", extra={"url": f"http://{at}/v1", "draft": edge.engine.info.name})
+def _log_start(at: Address, page: bool, edge: Edge) -> None:
+    places = {"url": f"http://{at}/v1", **({"page": f"http://{at}/"} if page else {})}
+    log.info("listening", extra={**places, "draft": edge.engine.info.name})

@@ -3,6 +3,8 @@
     POST /v1/chat/completions    a chat, whole or streamed
     POST /v1/completions         a text to go on with, likewise
     GET  /v1/models              the one model there is
+    GET  /                       the page (`edge_page`), and its files under /page
+    GET  /e2sci/info             what it shows and offers (`edge_info`)
     GET  /healthz                200 while the process lives; always open
 
 A request comes through `edge_front`, is turned into options (`openai_requests`), generated here,
@@ -35,6 +37,8 @@ from e2sci.runtime.options import Options
 from e2sci.runtime.text import Prompt, prompt_ids
 from e2sci.runtime.worker import now
 from e2sci.server.edge_front import Front, body_of
+from e2sci.server.edge_info import info
+from e2sci.server.edge_page import page_routes
 from e2sci.server.keys import Keys
 from e2sci.server.openai_answers import (
     Answer,
@@ -70,13 +74,14 @@ def edge_app(
     keys: Keys | None = None,
     origins: Sequence[str] = (),
     requests: int = REQUESTS,
+    page: bool = True,
 ) -> ASGIApp:
     """`edge` (entered by whoever runs this) for OpenAI's clients.
 
     `name`: of the model, that of the cloud's by default; `defaults`: what requests don't name;
     `tune`: what to make of elastic options, with the cloud's model, before they are used; `keys`:
     who is let in, None: everyone; `origins`: web pages that may call, "*" for all; `requests`: how
-    many at once.
+    many at once; `page`: whether there is one at the root.
     """
     service = Service(edge, name, defaults, tune, requests)
     cors = Middleware(
@@ -87,10 +92,12 @@ def edge_app(
         allow_private_network=True,
         expose_headers=["x-request-id", "retry-after"],
     )
-    front = Middleware(Front, keys=keys, origins=origins)
+    front = Middleware(Front, keys=keys, origins=origins, page=page)
     return Starlette(
         routes=[
             Route("/healthz", _healthz),
+            *(page_routes() if page else ()),
+            Route("/e2sci/info", service.info),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/chat/completions", Completions(service, ChatRequest), methods=["POST"]),
@@ -146,6 +153,9 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         return _json(self._model(await self.require(request.path_params["name"])))
+
+    async def info(self, request: Request) -> Response:
+        return _json(await info(self.edge, self._name, self.defaults))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._since, "owned_by": "e2sci"}
@@ -270,7 +280,8 @@ async def _no_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     message = {
-        404: "no such page; there are /v1/chat/completions, /v1/completions, /v1/models, /healthz",
+        404: "no such page; there are /v1/chat/completions, /v1/completions, /v1/models, "
+        "/e2sci/info, /healthz",
         405: f"this page takes {headers.get('Allow')} only",
     }.get(error.status_code, error.detail)
     return Failure(error.status_code, message, headers=headers).response()

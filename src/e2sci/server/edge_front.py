@@ -6,6 +6,9 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -28,13 +31,17 @@ BODY_SECONDS = 30.0
 class Front:
     """Around every route. Leaves `id` and `client` in the request's state.
 
-    `keys`: None lets everyone in; `origins`: web pages that may call, "*" for all.
+    `keys`: None lets everyone in; `origins`: web pages that may call, "*" for all; `page`: whether
+    one is served here, which may call too.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys | None, origins: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys | None, origins: Collection[str], page: bool
+    ) -> None:
         self._app = app
         self._keys = keys
         self._origins = origins
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = secrets.token_hex(16)
@@ -48,23 +55,25 @@ class Front:
             headers = Headers(scope=scope)
             if sum(len(name) + len(value) for name, value in headers.raw) > HEAD_BYTES:
                 raise Failure(431, f"the headers are over {HEAD_BYTES} bytes", code="too_large")
-            self._require_guest(headers)
-            client = ANYONE if scope["path"] == "/healthz" else self._client(headers)
+            self._require_guest(headers, scope["scheme"])
+            client = ANYONE if _is_open(scope["path"]) else self._client(headers)
         except Failure as failure:
             await failure.response()(scope, receive, tagged)
             return
         scope["state"] = {"id": id, "client": client}
         await self._app(scope, receive, tagged)
 
-    def _require_guest(self, headers: Headers) -> None:
-        """Raises Failure on a web page that was not invited. No page is served here, so each one's
-        origin is foreign, whatever name it has given this machine."""
+    def _require_guest(self, headers: Headers, scheme: str) -> None:
+        """Raises Failure on a web page that was not invited."""
         origin = headers.get("origin")
-        if origin is not None and not {origin, "*"} & {*self._origins}:
+        if origin is None or {origin, "*"} & {*self._origins}:
+            return
+        if not (self._page and _is_own(origin, scheme, headers.get("host", ""))):
             log.info("refused: a web page that was not invited")
             raise Failure(
                 403,
-                "web pages of this origin are not let in; `e2sci serve --cors ORIGIN` invites them",
+                "web pages of this origin are not let in; `e2sci serve --cors ORIGIN` invites "
+                "them, and this server's own page works by its IP address or as localhost",
                 code="origin_not_allowed",
             )
 
@@ -84,6 +93,22 @@ class Front:
                 headers={"WWW-Authenticate": 'Bearer realm="e2sci"'},
             )
         return client
+
+
+def _is_open(path: str) -> bool:
+    """Whether no key is needed: health, and the page's files."""
+    return path in ("/healthz", "/") or path.startswith("/page/")
+
+
+def _is_own(origin: str, scheme: str, host: str) -> bool:
+    """Whether `origin` is this server's page: the place that was asked, by its address or as
+    localhost. By another name it may be a foreign page that has that name lead here."""
+    if origin != f"{scheme}://{host}":
+        return False
+    with suppress(ValueError):
+        name = urlsplit(origin).hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    return False
 
 
 async def body_of(request: Request) -> bytes:
