@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -20,6 +21,7 @@ from e2sci.evaluation.crowd import EngineRun, Load, Sample, Use, engine_run
 from e2sci.evaluation.fleet import PRECISION, capacity, fleet, search, summary
 from e2sci.evaluation.methods import SD_WINDOWS
 from e2sci.evaluation.replay import Script, replay_pair
+from e2sci.evaluation.traces import Trace
 from e2sci.evaluation.world import write
 from test_replay import FULL, made_trace
 
@@ -81,6 +83,17 @@ def test_in_lock_step_all_wait_for_all_drafts():
     # Two calls for nearly all of 12 texts, and a pass; and what is used is used within 2 s.
     assert use.busy_s / use.passes > 0.2
     assert use.busy_s < 2.5
+
+
+def test_credit_is_centred_as_calibration_centres_it():
+    trace = made_trace(FULL, FULL, FULL)
+    credit = Load(trace, PAPER).method("elastic").options["constants"]
+    near = np.concatenate([r.agreed | (np.array(r.js) <= 0.1) for r in trace.requests]).mean()
+    assert credit.tau == pytest.approx(near, abs=0.025)
+    assert credit.tau == pytest.approx(20 * credit.tau // 1 / 20)  # in steps of .05
+    assert abs(trace.acceptance() - near) > 0.1  # agreement lies below it
+    with pytest.raises(ValueError, match="the trace holds no requests"):
+        Load(Trace(trace.header), PAPER).method("elastic")
 
 
 # ---- many ---------------------------------------------------------------------------------

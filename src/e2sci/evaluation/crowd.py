@@ -35,6 +35,7 @@ from e2sci.emulation.clock import run
 from e2sci.emulation.device import Device, Metered
 from e2sci.emulation.profile import Profile
 from e2sci.emulation.wire import LinkEnd, link_pair
+from e2sci.evaluation.follow import centre
 from e2sci.evaluation.methods import SD_WINDOWS, Method, Setting, method
 from e2sci.evaluation.replay import Replay, Script
 from e2sci.evaluation.traces import Trace
@@ -70,9 +71,9 @@ class Load:
         return WARM_UP_S + self.seconds
 
     def method(self, name: str) -> Method:
-        """The method called `name`, its credit centred on the trace's agreement. Raises
-        ValueError."""
-        chosen = method(name, Setting(self.profile, tau=self.trace.acceptance()))
+        """The method called `name`, its credit centred on the trace as calibration centres it.
+        Raises ValueError."""
+        chosen = method(name, Setting(self.profile, tau=centre([self.trace])))
         if chosen.options["mode"] == "draft":
             raise ValueError("draft uses no engine: every user is alone with it; drop it")
         return chosen

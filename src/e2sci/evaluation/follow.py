@@ -70,8 +70,10 @@ CENTRE = 0.1
 def centre(traces: Sequence[Trace]) -> float:
     """τ: what credit is centred on, the pair's mean counterfactual acceptance at a middling T_base,
     in steps of .05: a finer one moves T by less than its hysteresis. (Mean agreement would lie
-    below nearly every r̂, and T would only loosen.)"""
+    below nearly every r̂, and T would only loosen.) Raises ValueError without any request."""
     every = [request.accepted(CENTRE) for trace in traces for request in trace.requests]
+    if not every:
+        raise ValueError("the trace holds no requests")
     return round(round(float(np.concatenate(every).mean()) / _STEP) * _STEP, 2)
 
 
