@@ -1,4 +1,5 @@
-"""Clouds to be lost: in memory and cut at will, scripted, or behind a proxy that misbehaves."""
+"""Clouds to be lost: in memory and cut at will, scripted, or behind a proxy that misbehaves; and
+texts during which they are."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
 
 from e2sci.engines.base import fingerprint
-from e2sci.engines.synthetic import EOS, REAL_VOCAB
+from e2sci.engines.synthetic import EOS, REAL_VOCAB, SyntheticConfig
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import ChannelClosed, MemoryChannel, memory_pair
@@ -18,7 +19,9 @@ from e2sci.session.messages import (
     decode_message,
     encode_message,
 )
-from live import HOST, TIMES, idle, target
+from live import HOST, TIMES, Watched, idle, pair, target
+
+ENDLESS = {"logit_bias": {EOS: -100.0}, "max_tokens": 60}
 
 
 class Inline:
@@ -273,3 +276,31 @@ def cut_within(random: Random, most: int, times: int):
         return random.choice(["up", "down"]), random.randint(1, most)
 
     return plan
+
+
+def slow():
+    return Watched(SyntheticConfig(seed=11), seconds=0.002)
+
+
+def busy(retry_after_s=0.0, code="busy"):
+    return ProtocolError(code, f"{code}: not now", retryable=True, retry_after_s=retry_after_s)
+
+
+async def alone(**options):
+    async with pair() as edge:
+        return (await edge.generate("hello", mode="cloud", **options)).token_ids
+
+
+async def midway(edge, then, at=10, **options):
+    """Generate; `then()` once `at` tokens are there. The pieces' notices, and the result."""
+    notices, done = [], 0
+    async for piece in edge.stream("hello", **options):
+        done += len(piece.commits)
+        if then is not None and done >= at:
+            then, do = None, then
+            do()
+        if piece.notice:
+            assert (piece.text, piece.commits) == ("", [])
+            notices.append(piece.notice)
+    assert piece.result.notices == notices
+    return notices, piece.result

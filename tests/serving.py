@@ -140,3 +140,20 @@ def refused(kind, *words, **fields):
     for word in words:
         assert word in error.body["message"], error.body
     assert {name: error.body[name] for name in fields} == fields
+
+
+def failed(response, status, *words, **fields):
+    """OpenAI's shape, with these words and fields."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.headers["x-request-id"]) == 32
+    [(name, error)] = response.json().items()
+    assert name == "error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    for word in words:
+        assert word in error["message"], error
+    assert {name: error[name] for name in fields} == fields
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    assert error["type"] == ("server_error" if status >= 500 else kind)
+    return error

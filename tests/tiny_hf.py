@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from e2sci.engines.transformers import Transformers
 
 END, REAL, PADDED, LONGEST = 256, 257, 260, 320
 TEMPLATE = "{{ messages[-1].content }}"
@@ -69,3 +73,29 @@ def save(folder: Path, config: Any, *, seed: int = 1, noise: float = 0.0) -> Pat
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+KINDS = {"qwen2": qwen2, "llama": llama, "mistral": mistral, "gemma3": gemma3, "gpt2": gpt2}
+Build = Callable[..., Transformers]
+
+
+def kept(root: Path, kind: str) -> Path:
+    """The folder of a tiny model in `root`, made when it is first asked for; `noisy` is near
+    `qwen2`."""
+    if not (root / kind).exists():
+        save(root / kind, KINDS.get(kind, qwen2)(), noise=0.05 if kind == "noisy" else 0.0)
+    return root / kind
+
+
+@contextmanager
+def building(folder: Callable[[str], Path]) -> Iterator[Build]:
+    """Builds engines in float64, closed in the end."""
+    made: list[Transformers] = []
+
+    def build(kind: str = "qwen2", **options: Any) -> Transformers:
+        made.append(Transformers(folder(kind), **{"context": 200, "dtype": "float64"} | options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
