@@ -23,7 +23,7 @@ import numpy as np
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from e2sci.decoding.distribution import Distribution, TopK
-from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step
+from e2sci.engines.base import EngineError, ModelInfo, Step, require_feasible
 from e2sci.engines.hf_tokenizer import Description, describe
 
 T = TypeVar("T")
@@ -89,9 +89,8 @@ class Remote(ABC):
     def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
         """One pass. Also raises ValueError on steps that make no sense, and EngineError when the
         server fails; either leaves every sequence as it was."""
-        grown = [self._grown(step) for step in steps]
-        if len({step.sequence for step in steps}) < len(steps):
-            raise ValueError("a sequence occurs twice in one pass")
+        require_feasible(self, steps)
+        grown = [[*self._sequences[step.sequence], *step.tokens] for step in steps]
         asked = [(ids, step.outputs) for ids, step in zip(grown, steps, strict=True)]
         answers = iter(self.ask([work for work in asked if work[1]]))
         outputs: list[list[Distribution]] = [
@@ -126,20 +125,6 @@ class Remote(ABC):
             names = ", ".join(m.id for m in models[:10]) or "nothing"
             raise EngineError(f"{self._server.url} doesn't serve {model}; it serves {names}")
         return found[0]
-
-    def _grown(self, step: Step) -> list[int]:
-        held = self._sequences[self._checked(step.sequence)]
-        ids = [*held, *step.tokens]
-        if not 0 <= step.outputs <= len(step.tokens):
-            raise ValueError(f"{step.outputs} outputs asked of {len(step.tokens)} tokens")
-        for token in step.tokens:
-            if not 0 <= token < self.info.vocab_size:
-                size = self.info.vocab_size
-                raise ValueError(f"token id {token} is out of range; ids lie below {size}")
-        if len(ids) > self.info.context:
-            full = f"{len(ids)} tokens are more than the context of {self.info.context} holds"
-            raise ContextFull(f"{full}; raise the server's or shorten the prompt")
-        return ids
 
     def _checked(self, sequence: int) -> int:
         if not 0 <= sequence < self.slots:

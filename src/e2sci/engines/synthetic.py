@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from e2sci.decoding.distribution import Dense, Distribution
-from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step
+from e2sci.engines.base import EngineError, ModelInfo, Step, require_feasible
 
 _PIECES = [b"the ", b"and ", b"ing", b"def ", b"return ", b"    ", b"12", b"ion", b"\n\n", b"'s "]
 EOS = 256 + len(_PIECES)
@@ -122,11 +122,13 @@ class Synthetic:
         self._remembered = lru_cache(maxsize=8192)(self._compute)
 
     def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
-        for step in steps:
-            self._check(step)
+        """One pass. Also raises ValueError on steps that make no sense, before anything is fed."""
+        require_feasible(self, steps)
         return [self._feed(step) for step in steps]
 
     def length(self, sequence: int) -> int:
+        if not 0 <= sequence < self.slots:
+            raise ValueError(f"sequence {sequence} is out of range; slots: {self.slots}")
         return len(self._caches.get(sequence, ()))
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -137,14 +139,6 @@ class Synthetic:
 
     def close(self) -> None:
         self._caches.clear()
-
-    def _check(self, step: Step) -> None:
-        if not 0 <= step.sequence < self.slots:
-            raise ValueError(f"sequence {step.sequence} is out of range; slots: {self.slots}")
-        if any(not 0 <= t < self.info.vocab_size for t in step.tokens):
-            raise ValueError(f"token id out of range; ids lie below {self.info.vocab_size}")
-        if self.length(step.sequence) + len(step.tokens) > self.config.context:
-            raise ContextFull(f"the context holds {self.config.context} tokens")
 
     def _feed(self, step: Step) -> list[Distribution]:
         cache = self._caches.setdefault(step.sequence, [])
