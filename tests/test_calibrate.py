@@ -14,8 +14,9 @@ from calibrated import (
 )
 from e2sci.evaluation import calibrate as calibrating
 from e2sci.evaluation import sweep
-from e2sci.evaluation.calibrate import Asked, Order, calibrate
+from e2sci.evaluation.calibrate import calibrate
 from e2sci.evaluation.calibration import Calibration
+from e2sci.evaluation.order import Asked, Order
 from e2sci.evaluation.pair import PairSpec
 from e2sci.evaluation.recorder import Recorder, Recording
 from e2sci.evaluation.records import Record

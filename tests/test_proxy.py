@@ -18,8 +18,9 @@ from click.testing import CliRunner
 
 from e2sci.cli.common import Address, address
 from e2sci.cli.link import link
-from e2sci.emulation import link as link_module
-from e2sci.emulation.link import LINKS, Link, LinkProfile
+from e2sci.emulation import proxy as proxy_module
+from e2sci.emulation.link import LINKS, Direction, LinkProfile
+from e2sci.emulation.proxy import Link
 
 # The proxy
 
@@ -133,11 +134,11 @@ async def test_connections_share_the_bandwidth(echo: int) -> None:
 async def test_reading_stops_when_much_is_in_flight(
     echo: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "IN_FLIGHT", 4)
+    monkeypatch.setattr(proxy_module, "IN_FLIGHT", 4)
     held: list[int] = []
 
     class Watched(Link):
-        def hand_in(self, direction: link_module.Direction, size: int) -> float:
+        def hand_in(self, direction: Direction, size: int) -> float:
             held.append(size)
             return super().hand_in(direction, size)
 
@@ -163,7 +164,7 @@ async def test_a_dead_target_refuses(dead: int, caplog: pytest.LogCaptureFixture
 
 
 async def test_too_many_connections_are_refused(echo: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(proxy_module, "MAX_CONNECTIONS", 1)
     async with Link("127.0.0.1", echo, LinkProfile(0)) as proxy:
         first = await connect(proxy)
         await round_trip(first)
@@ -235,7 +236,7 @@ async def test_a_reset_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        link_module._reset(writer)
+        proxy_module._reset(writer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

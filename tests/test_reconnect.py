@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from e2sci.emulation.link import Link, LinkProfile
+from e2sci.emulation.link import LinkProfile
+from e2sci.emulation.proxy import Link
 from e2sci.engines.synthetic import Synthetic, SyntheticConfig
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from e2sci.emulation.link import Link, LinkProfile
+from e2sci.emulation.link import LinkProfile
+from e2sci.emulation.proxy import Link
 from e2sci.engines.synthetic import EOS
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge

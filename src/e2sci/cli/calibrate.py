@@ -24,9 +24,9 @@ from e2sci.cli.measuring import (
 )
 from e2sci.emulation.profile import profile
 from e2sci.evaluation import calibrate as calibrating
-from e2sci.evaluation.calibrate import GRIDS, RULES, Asked, Order
 from e2sci.evaluation.calibration import Calibration, Measured
 from e2sci.evaluation.figures import bench_module
+from e2sci.evaluation.order import GRIDS, RULES, Asked, Order
 from e2sci.evaluation.pair import PairSpec
 from e2sci.evaluation.tasks import task
 

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from e2sci.cli.common import Address, BadInput, address, listen_option, refuse_remote
-from e2sci.emulation.link import LINKS, Link, LinkProfile, OutageMode
+from e2sci.emulation.link import LINKS, LinkProfile, OutageMode
+from e2sci.emulation.proxy import Link
 
 REFRESH_S = 0.25
 

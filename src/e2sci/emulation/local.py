@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from urllib.parse import urlsplit
 
-from e2sci.emulation.link import Link, LinkProfile
+from e2sci.emulation.link import LinkProfile
+from e2sci.emulation.proxy import Link
 from e2sci.engines.base import Engine
 from e2sci.runtime.edge import Edge
 

@@ -1,6 +1,6 @@
 """A channel within one process that behaves like a link: the transport of the virtual clock.
 
-Frames travel through the same `Pipe` arithmetic as in the TCP proxy (emulation.link), but on the
+Frames travel through the same `Pipe` arithmetic as in the TCP proxy (emulation.proxy), but on the
 event loop's own time, and nothing is copied into sockets.
 """
 
