@@ -9,7 +9,8 @@
     docs/results/inertia.json, fleet.json             `e2sci inertia --json`, `e2sci fleet --json`
     docs/results/discussion.md                        what it means, in words
 
-Every number on the page comes from these files; nothing is run.
+Every number on the page comes from these files; nothing is run. Pages that quote it are brought up
+to date with it (`quotes`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from e2sci.evaluation.methods import VARIANTS
 from e2sci.evaluation.plots import plot_inertia
 from e2sci.evaluation.records import Results
 from e2sci.evaluation.report import Column, interval, number
+from quotes import refilled
 
 HERE = Path(__file__).parent.parent / "docs"
 DATA = HERE / "results"
@@ -44,7 +46,18 @@ def main() -> None:
     args = parser.parse_args()
     for source, name in args.take:
         take(Path(source), DATA / name)
-    (HERE / "results.md").write_text("\n".join(page()), encoding="utf-8")
+    results = "\n".join(page())
+    try:
+        made = {path: refilled(path.read_text(encoding="utf-8"), results) for path in quoting()}
+    except ValueError as error:
+        parser.error(str(error))
+    for path, text in {**made, HERE / "results.md": results}.items():
+        path.write_text(text, encoding="utf-8")
+
+
+def quoting() -> list[Path]:
+    """The pages that may quote the results: the README, and all of docs/ but the results."""
+    return [HERE.parent / "README.md", *sorted({*HERE.glob("*.md")} - {HERE / "results.md"})]
 
 
 def take(source: Path, place: Path) -> None:
