@@ -247,6 +247,8 @@ def test_no_cloud_at_all():
 
 def test_a_cloud_that_says_nothing_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("e2sci.server.edge_info.REACH_SECONDS", 0.2)
+    for where in ("transport", "connection"):  # who else would end the wait
+        monkeypatch.setattr(f"e2sci.runtime.{where}.OPEN_SECONDS", 600)
     with socket.create_server((HOST, 0)) as silent:
         url = f"ws://{HOST}:{silent.getsockname()[1]}"
         with LiveEdge(url) as edge:
