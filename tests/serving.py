@@ -32,11 +32,13 @@ def bound():
 class LiveEdge:
     """with LiveEdge(cloud) as edge: … edge.openai().chat.completions.create(…)
 
-    `cloud`: a LiveCloud, a URL or None; `patience`: of the edge; `app`: what else `edge_app` takes.
+    `cloud`: a LiveCloud, a URL or None; `patience`, `keep_caches`: of the edge; `app`: what else
+    `edge_app` takes.
     """
 
-    def __init__(self, cloud, engine=None, *, patience=15.0, **app) -> None:
-        self.cloud, self.engine, self.patience, self.app = cloud, engine or draft(), patience, app
+    def __init__(self, cloud, engine=None, *, patience=15.0, keep_caches=False, **app) -> None:
+        self.cloud, self.engine, self.app = cloud, engine or draft(), app
+        self.options = {"patience": patience, "keep_caches": keep_caches}
 
     def __enter__(self) -> LiveEdge:
         up = threading.Event()
@@ -56,7 +58,7 @@ class LiveEdge:
         bound_to = bound()
         self.at = f"{HOST}:{bound_to.getsockname()[1]}"
         async with (
-            Edge(url, self.engine, patience=self.patience) as self.edge,
+            Edge(url, self.engine, **self.options) as self.edge,
             listening(edge_app(self.edge, **self.app), bound_to) as self.port,
         ):
             ready()
@@ -68,8 +70,9 @@ class LiveEdge:
 
     @property
     def free(self) -> bool:
-        """Whether no generation holds anything here."""
-        return len(self.edge._free) == self.engine.slots and cached(self.engine) == 0
+        """Whether no generation holds anything here, but for caches that are kept."""
+        free = self.edge._free
+        return len(free) == self.engine.slots and cached(self.engine) == free.tokens
 
     def idle(self) -> None:
         """Wait until nothing is held here, and at the cloud if it is a LiveCloud."""
