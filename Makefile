@@ -47,9 +47,10 @@ test-fast: install
 test: lint models
 	$(BIN)/python -m pytest
 
-# The engines that need gigabytes more: torch here, a vLLM server in an environment of its own.
+# The engines that need gigabytes more: torch here, a vLLM server in an environment of its own. And
+# the evaluation harness.
 test-engines: models
-	$(BIN)/python -m pip install --quiet -e '.[transformers,gateway]'
+	$(BIN)/python -m pip install --quiet -e '.[transformers,gateway,harness]'
 	E2SCI_ENGINES=1 $(BIN)/python -m pytest -m engines
 
 bench: models

@@ -48,12 +48,12 @@ class LiveEdge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
         assert not self._thread.is_alive()
 
     async def _main(self, ready) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         url = getattr(self.cloud, "url", self.cloud)
         bound_to = bound()
         self.at = f"{HOST}:{bound_to.getsockname()[1]}"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import openai
 import pytest
+from click.testing import CliRunner
 
+from e2sci.cli import main
 from e2sci.engines.load import load_engine
-from live import LiveCloud
+from live import LiveCloud, until
 from serving import LiveEdge, text_of
 
 pytestmark = pytest.mark.models
@@ -95,3 +100,99 @@ def test_an_editors_completion(client):
     answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=8, temperature=0)
     assert answer.choices[0].text.startswith("a + b")
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_completion_and_its_stream(client):
+    options = {"model": NAME, "prompt": "def add(a, b):\n", "max_tokens": 16, "temperature": 0}
+    answer = client.completions.create(**options, logprobs=1)
+    [choice] = answer.choices
+    assert "return" in choice.text
+    assert answer.usage.completion_tokens == len(choice.logprobs.tokens)
+    chunks = list(client.completions.create(**options, stream=True))
+    assert text_of(chunks)[:10] == choice.text[:10]
+
+
+async def test_the_asynchronous_client(edge):
+    """A chat, a stream, a completion and a refusal, all at once."""
+    chat = {"model": NAME, "messages": MERGE, "max_tokens": 24, "temperature": 0}
+    text = {"model": NAME, "prompt": "def add(a, b):\n", "max_tokens": 16, "temperature": 0}
+    async with edge.async_openai(timeout=300) as client:
+
+        async def read(stream):
+            return text_of([chunk async for chunk in await stream])
+
+        answer, streamed, completed, wrong = await asyncio.gather(
+            client.chat.completions.create(**chat, seed=1, n=2, logprobs=True),
+            read(client.chat.completions.create(**chat, stream=True)),
+            read(client.completions.create(**text, stream=True)),
+            client.chat.completions.create(**{**chat, "temperature": -1}),
+            return_exceptions=True,
+        )
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(texts) == 2
+    assert all(len(choice.logprobs.content) == 24 for choice in answer.choices)
+    assert [each[:10] for each in texts] == [streamed[:10]] * 2
+    assert "return" in completed
+    assert isinstance(wrong, openai.BadRequestError)
+    assert wrong.param == "temperature"
+
+
+LONG = {"model": NAME, "messages": MERGE, "max_tokens": 3000, "logit_bias": {"151645": -100}}
+
+
+def test_a_stream_that_is_left_ends_at_both_ends(client, edge):
+    with client.chat.completions.create(**LONG, stream=True) as stream:
+        for _ in range(4):
+            next(stream)
+        assert not edge.free
+    edge.idle()
+
+
+async def test_an_answer_that_is_cancelled_ends_at_both_ends(edge):
+    async with edge.async_openai(timeout=300) as client:
+        asking = asyncio.create_task(client.chat.completions.create(**LONG, n=2))
+        await until(lambda: edge.cloud.busy == 2, 60)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    edge.idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"messages": []}, "messages: there is none"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "the context holds"),
+        ({"tools": [{"type": "function"}]}, "functions are not supported"),
+        ({"response_format": {"type": "json_object"}}, "ask for JSON in the prompt"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors(client, edge, change, words, stream):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(
+            **{"model": NAME, "messages": MERGE, **change}, stream=stream
+        )
+    edge.idle()
+
+
+def test_the_same_ids_by_http_on_the_command_line_and_in_python(client, edge):
+    """In mode sync, where the sizes of passes hang on the text alone, as llama.cpp needs it."""
+    prompt, most = MERGE[0]["content"], 32
+    said = client.chat.completions.create(
+        model=NAME,
+        messages=MERGE,
+        max_tokens=most,
+        temperature=0,
+        logprobs=True,
+        extra_body={"e2sci": {"mode": "sync"}},
+    )
+    pieces = [bytes(entry.bytes) for entry in said.choices[0].logprobs.content]
+    command = ["run", prompt, "--cloud", edge.cloud.url, "--mode", "sync", "--json"]
+    printed = CliRunner().invoke(main, [*command, "--max-tokens", str(most)])
+    ids = json.loads(printed.stdout)["token_ids"]
+    python = edge.edge.generate(prompt, mode="sync", max_tokens=most)
+    result = asyncio.run_coroutine_threadsafe(python, edge.loop).result(300)
+    assert ids == result.token_ids
+    assert pieces == [edge.engine.tokenizer.piece(token) for token in ids]
