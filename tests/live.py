@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
+import numpy as np
 import websockets
 from websockets.asyncio.client import connect as websocket_connect
 
+from e2sci.decoding.distribution import Dense
 from e2sci.engines.base import fingerprint
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig, SyntheticTokenizer
 from e2sci.runtime.admission import Limits
@@ -55,6 +57,21 @@ class Watched(Synthetic):
             self.hook(len(self.passes))
         time.sleep(self.seconds)
         return super().forward(steps)
+
+
+class Scripted(Watched):
+    """Writes `script` after a prompt of `prompt` bytes; errs at positions that `errs` says."""
+
+    def __init__(self, script: str, prompt: int, errs=lambda at: False) -> None:
+        self._script, self._prompt, self._errs = script.encode(), prompt, errs
+        super().__init__()
+
+    def _compute(self, state, position, text):
+        at = position + 1 - self._prompt
+        token = self._script[at] if at < len(self._script) else EOS
+        logits = np.zeros(self.info.vocab_size, dtype=np.float32)
+        logits[ord("#") if self._errs(at) else token] = 30.0
+        return Dense(logits)
 
 
 class Named(Synthetic):

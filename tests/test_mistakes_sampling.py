@@ -8,18 +8,18 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from e2sci.cli import main
-from e2sci.decoding.distribution import Dense, pack_ids
+from e2sci.decoding.distribution import pack_ids
 from e2sci.engines.base import Step
 from e2sci.engines.synthetic import EOS
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.text import prompt_ids
 from live import (
     LiveCloud,
+    Scripted,
     Watched,
     cached,
     draft,
@@ -107,21 +107,6 @@ async def test_14_identical_models_and_temperatures_near_zero(temperature):
 
 
 # ---- 15-17: text ------------------------------------------------------------------------------
-
-
-class Scripted(Watched):
-    """Writes `script` after a prompt of `prompt` bytes; errs at positions that `errs` says."""
-
-    def __init__(self, script: str, prompt: int, errs=lambda at: False) -> None:
-        self._script, self._prompt, self._errs = script.encode(), prompt, errs
-        super().__init__()
-
-    def _compute(self, state, position, text):
-        at = position + 1 - self._prompt
-        token = self._script[at] if at < len(self._script) else EOS
-        logits = np.zeros(self.info.vocab_size, dtype=np.float32)
-        logits[ord("#") if self._errs(at) else token] = 30.0
-        return Dense(logits)
 
 
 async def test_15_characters_split_across_tokens_and_windows():

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from e2sci.cli import main
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, SyntheticConfig, SyntheticTokenizer
 from e2sci.runtime.edge import BlockingEdge
-from live import LiveCloud, Watched, draft, target
+from live import LiveCloud, Scripted, Watched, draft, target
 from serving import NAME, LiveEdge, chat, streamed, text_of
-from test_mistakes import WAYS, Scripted
+from ways import WAYS
 
 IDS = {SyntheticTokenizer().name(token): token for token in range(REAL_VOCAB)}
 ENDLESS = {str(EOS): -100}
