@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from e2sci.decoding.acceptance import Judgement, Place, RuleParams, _residual, make_rule
-from e2sci.decoding.distribution import Dense, TopK, decode, sketch
+from e2sci.decoding.distribution import Dense, Processed, TopK, decode, sketch
 from e2sci.decoding.divergence import divergence
 from e2sci.decoding.sampling import History, SamplingParams, Support, pick, support
 
@@ -233,6 +233,37 @@ def test_a_proposal_is_judged_by_its_own_sketch(seed, name, temperature, top_p, 
     same = rule.judge(Place(q, params, history), proposal.token, sent, 0.1)
     if name != "rejection":
         assert same == Judgement(True, proposal.token, True, same.distance)
+
+
+@pytest.mark.parametrize("name", ["strict", "rejection", "fuzzy", "elastic", "typical"])
+def test_what_others_have_processed_is_judged_as_what_we_process(name):
+    rule, plain = make_rule(RuleParams(name=name)), SamplingParams(temperature=1, seed=3)
+    ours = SamplingParams(temperature=0.7, top_k=4, repetition_penalty=1.5, seed=3)
+    outcomes = Counter()
+    for position in range(40):
+        history = History([1, 2] * (position + 1))
+        noise = np.random.default_rng(position).normal(0, 2, (2, 12)).astype(np.float32)
+        p, q = Dense(noise[0]), Dense(noise[0] + noise[1] / 3)
+        made = rule.propose(q, ours, history, with_sketch=rule.needs_sketch)
+        wanted = rule.judge(Place(p, ours, history), *seen(made, 12), 0.02)
+        theirs = [foreign(dist, ours, history) for dist in (p, q)]
+        assert theirs[0].limited(8).after.size == 8
+        made = rule.propose(theirs[1], plain, history, with_sketch=rule.needs_sketch)
+        assert rule.judge(Place(theirs[0], plain, history), *seen(made, 12), 0.02) == wanted
+        outcomes[wanted.accepted] += 1
+    assert len(outcomes) == 2
+
+
+def seen(made, size: int) -> tuple[int, TopK | None]:
+    return made.token, decode(made.sketch, size) if made.sketch else None
+
+
+def foreign(dist: Dense, params: SamplingParams, history: History) -> Processed:
+    """`dist`, processed elsewhere to what `params` make of it."""
+    kept = support(dist, params, history)
+    logits = np.full(dist.size, -np.inf, dtype=np.float32)
+    logits[kept.ids] = kept.log_probs
+    return Processed(dist.logits, Dense(logits))
 
 
 def test_a_token_outside_its_own_sketch_is_refused():

@@ -113,6 +113,22 @@ class Dense:
 
 
 @dataclass(frozen=True, eq=False)
+class Processed(Dense):
+    """A dense distribution that comes with what somebody else's sampling made of it.
+
+    `after`: the same logits behind penalties, temperature and filters, over the same ids; picks are
+    made from it. Everything else (divergences, regret, entropy) still looks at `logits`.
+    """
+
+    after: Dense
+
+    def limited(self, size: int) -> Dense:
+        if size >= self.size:
+            return self
+        return Processed(self.logits[:size], self.after.limited(size))
+
+
+@dataclass(frozen=True, eq=False)
 class TopK:
     """The known part of a distribution.
 

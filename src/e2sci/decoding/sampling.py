@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from e2sci.decoding.distribution import Dense, Distribution, Floats, Ids, TopK
+from e2sci.decoding.distribution import Dense, Distribution, Floats, Ids, Processed, TopK
 from e2sci.decoding.noise import Stream, pick_among, pick_of_all
 
 GREEDY_BELOW = 1e-5
@@ -133,6 +133,8 @@ class Support:
 
 def adjusted(dist: Distribution, params: SamplingParams, history: History) -> Distribution:
     """`dist` with penalties and biases applied to its logits; itself when there are none."""
+    if isinstance(dist, Processed):
+        dist = dist.after
     if not (params.penalised or params.logit_bias):
         return dist
     if isinstance(dist, TopK):
