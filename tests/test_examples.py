@@ -81,6 +81,23 @@ def test_an_engine_of_ones_own_writes_the_targets_text(run, cloud):
     assert re.search(r"\d+% of its guesses were right\n$", said)
 
 
+@pytest.mark.engines
+def test_huggingface_generate_under_both_rules(run, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason='needs pip install "e2sci[transformers]"')
+    pytest.importorskip("torch", reason='needs pip install "e2sci[transformers]"')
+    import tiny_hf
+
+    for name, noise in (("target", 0.0), ("draft", 0.02)):
+        tiny_hf.save(tmp_path / name, tiny_hf.qwen2(), noise=noise)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = run("huggingface_generate", str(tmp_path / "target"), str(tmp_path / "draft"))
+    figures = r"(\d+) tokens in (\d+) passes of the target, (\d+)% accepted, (\d+) not"
+    strict, elastic = (re.search(f"{rule}: {figures}", said) for rule in ("strict", "elastic"))
+    assert strict[4] == "0" < elastic[4]
+    for found in (strict, elastic):
+        assert 0 < int(found[2]) < int(found[1])
+
+
 def test_each_example_has_a_test():
     named = Path(__file__).read_text()
     assert all(f'run("{path.stem}"' in named for path in EXAMPLES)

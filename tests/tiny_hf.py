@@ -50,10 +50,11 @@ def gemma3(**changes: Any) -> Any:
     return transformers.Gemma3TextConfig(**SIZES | own | changes)
 
 
-def gpt2() -> Any:
+def gpt2(**changes: Any) -> Any:
     """Positions learnt, not rotated; no grouped heads."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}
-    return transformers.GPT2Config(vocab_size=PADDED, initializer_range=0.3, **sizes, **ENDS)
+    own = {"vocab_size": PADDED, "initializer_range": 0.3} | sizes
+    return transformers.GPT2Config(**own | ENDS | changes)
 
 
 def save(folder: Path, config: Any, *, seed: int = 1, noise: float = 0.0) -> Path:
