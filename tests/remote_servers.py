@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -39,7 +40,8 @@ class BadRequest(Exception):
 
 
 class StandIn:
-    """An HTTP server in a thread. `requests`: bodies of the passes asked for."""
+    """An HTTP server in a thread. `requests`: bodies of the passes asked for; `left`: streams whose
+    reader went away."""
 
     path = ""
 
@@ -47,6 +49,7 @@ class StandIn:
         self.key, self.max_len = key, max_len
         self.requests: list[dict] = []
         self.fail: list[int | bytes] = []
+        self.left = 0
         self.port = 0
         self._engine = Synthetic(SyntheticConfig(**{"seed": 11, "context": 1 << 16, **config}))
         self._lock = threading.Lock()
@@ -63,11 +66,23 @@ class StandIn:
                 self.reply(*stand_in.post(self.path, self.headers, body))
 
             def reply(self, status: int, answer: object) -> None:
+                if isinstance(answer, Iterator):
+                    self.stream(answer)
+                    return
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def stream(self, events: Iterator[bytes]) -> None:
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    for event in events:
+                        self.wfile.write(event)
+                except OSError:  # the reader is gone
+                    stand_in.left += 1
 
             def log_message(self, *_: object) -> None:
                 pass

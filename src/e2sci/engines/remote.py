@@ -31,9 +31,9 @@ T = TypeVar("T")
 MAX_ANSWER = 1 << 25
 """Bytes of one answer at most: 16 sequences with 65 outputs of 100 tokens each fit."""
 
-_CONNECT_TIMEOUT = 5.0
+CONNECT_TIMEOUT = 5.0
 _TRIES = 3
-_BUSY = frozenset({429, 502, 503, 504})
+BUSY = frozenset({429, 502, 503, 504})
 
 
 class Busy(EngineError):
@@ -79,8 +79,7 @@ class Remote(ABC):
         self.tokenizer = about.tokenizer
         self._server = Server(url, key, timeout)
         try:
-            served = self._served(model)
-            self.info = _info(about, served, context, top)
+            self.info = info_of(about, self._server.served(model), context, top)
         except BaseException:
             self.close()
             raise
@@ -117,15 +116,6 @@ class Remote(ABC):
     def close(self) -> None:
         self._server.close()
 
-    def _served(self, model: str | None) -> Model:
-        """The model to ask for. Raises EngineError if the server hasn't got it."""
-        models = self._server.get("/v1/models", _Models).data
-        found = [m for m in models if model in (None, m.id)]
-        if not found:
-            names = ", ".join(m.id for m in models[:10]) or "nothing"
-            raise EngineError(f"{self._server.url} doesn't serve {model}; it serves {names}")
-        return found[0]
-
     def _checked(self, sequence: int) -> int:
         if not 0 <= sequence < self.slots:
             raise ValueError(f"sequence {sequence} is out of range; slots: {self.slots}")
@@ -155,16 +145,10 @@ class Server:
     """JSON to and from one HTTP server, within bounds of size and time."""
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise EngineError(f"{url!r} is no server's address; expected http://HOST:PORT")
-        try:
-            self._http: Any = importlib.import_module("httpx")
-        except ImportError as error:
-            raise EngineError('httpx is missing; run: pip install "e2sci[gateway]"') from error
+        self.url, self._http = base_url(url), http_library()
         self._timeout = timeout
         self._client = self._http.Client(
-            timeout=self._http.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
+            timeout=self._http.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)),
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
 
@@ -175,6 +159,16 @@ class Server:
     def post(self, path: str, body: object, kind: type[T]) -> T:
         """The answer to a POST of `body` as JSON. Raises EngineError."""
         return self._call("POST", path, msgspec.json.encode(body), kind)
+
+    def served(self, model: str | None) -> Model:
+        """The model of that name, None for the first one. Raises EngineError if it hasn't got
+        it."""
+        models = self.get("/v1/models", _Models).data
+        found = [m for m in models if model in (None, m.id)]
+        if not found:
+            names = ", ".join(m.id for m in models[:10]) or "nothing"
+            raise EngineError(f"{self.url} doesn't serve {model}; it serves {names}")
+        return found[0]
 
     def close(self) -> None:
         self._client.close()
@@ -188,7 +182,7 @@ class Server:
         )
         status, data = again(self._once, method, path, body)
         if status != 200:
-            raise EngineError(f"{self.url}{path} answered {status}: {_complaint(status, data)}")
+            raise EngineError(f"{self.url}{path} answered {status}: {complaint(status, data)}")
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -209,9 +203,9 @@ class Server:
                 f"{self.url}{path} gave no answer within {self._timeout:g} s"
             ) from error
         except (self._http.HTTPError, self._http.InvalidURL) as error:
-            raise Busy(f"{self.url}{path} can't be asked: {_line(error)}") from error
-        if status in _BUSY:
-            raise Busy(f"{self.url}{path} answered {status}: {_complaint(status, data)}")
+            raise Busy(f"{self.url}{path} can't be asked: {one_line(error)}") from error
+        if status in BUSY:
+            raise Busy(f"{self.url}{path} answered {status}: {complaint(status, data)}")
         return status, data
 
     def _read(self, response: Any) -> bytes:
@@ -226,7 +220,26 @@ class Server:
         return bytes(data)
 
 
-def _info(about: Description, served: Model, context: int | None, top: int) -> ModelInfo:
+def base_url(url: str) -> str:
+    """A server's address without a path. Raises EngineError if it is none."""
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise EngineError(f"{url!r} is no server's address; expected http://HOST:PORT")
+    return base
+
+
+def http_library() -> Any:
+    """httpx, which is an extra. Raises EngineError without it."""
+    try:
+        return importlib.import_module("httpx")
+    except ImportError as error:
+        raise EngineError('httpx is missing; run: pip install "e2sci[gateway]"') from error
+
+
+def info_of(
+    about: Description, served: Model, context: int | None, top: int | None = None
+) -> ModelInfo:
+    """What a server's model is like. Raises EngineError if its context isn't known."""
     # One token of a server's context goes to the token that it must generate.
     known = None if served.max_model_len is None else served.max_model_len - 1
     room = [n for n in (context, known or about.context) if n is not None]
@@ -244,11 +257,11 @@ def _info(about: Description, served: Model, context: int | None, top: int) -> M
         template=about.template,
         bos=about.bos,
         eos=about.eos,
-        top=min(top, size),
+        top=None if top is None else min(top, size),
     )
 
 
-def _complaint(status: int, data: bytes) -> str:
+def complaint(status: int, data: bytes) -> str:
     """What a server says is wrong, in one line."""
     if status in (401, 403):
         return "it wants an API key, or another one"
@@ -258,8 +271,8 @@ def _complaint(status: int, data: bytes) -> str:
         said = data.decode("utf-8", errors="replace")
     while isinstance(said, dict):
         said = next((said[k] for k in ("error", "message", "detail") if k in said), str(said))
-    return _line(said) or "it doesn't say why"
+    return one_line(said) or "it doesn't say why"
 
 
-def _line(said: object) -> str:
+def one_line(said: object) -> str:
     return " ".join(str(said).split())[:200]

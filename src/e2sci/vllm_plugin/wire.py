@@ -23,8 +23,6 @@ import zmq
 
 VARIABLE = "E2SCI_DRAFTS"
 """The environment variable with a proposer's address."""
-MAX_DRAFTS = 128
-"""Draft tokens in one message at most."""
 
 _MAX_FRAME = 2048
 _WAITING = 4096  # messages in a socket's queue at most
@@ -83,6 +81,7 @@ class Receiver:
         self._context.destroy(linger=0)
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
 class Sender:

@@ -1,0 +1,164 @@
+"""A cloud without an engine: edges in front, vLLM servers with our proposer behind.
+
+`examine` writes a short text at a server twice, the second time with itself as drafts: whether they
+arrive and are accepted, and how long a step takes with and without, is then known and not believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+
+from e2sci.decoding.sampling import SamplingParams
+from e2sci.engines.base import Fingerprint, ModelInfo
+from e2sci.engines.vllm_stream import Streaming
+from e2sci.runtime.admission import Limits
+from e2sci.runtime.passes import PassTimes
+from e2sci.runtime.relay import Relay
+from e2sci.runtime.seat import Ended
+from e2sci.runtime.service import Service
+from e2sci.runtime.worker import now
+from e2sci.session.line import CloudModel
+from e2sci.session.messages import Open
+from e2sci.session.relayed import RelayedSession
+from e2sci.vllm_plugin.proposer import TESTED
+from e2sci.vllm_plugin.store import prefix_key
+from e2sci.vllm_plugin.wire import Drafts, Sender
+
+log = logging.getLogger("e2sci.cloud")
+
+_PROBE = 32  # tokens
+_TRIES = 4
+_ARRIVAL_SECONDS = 0.25  # a draft needs some ms, and a socket that is new some more
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A server. `tried`: whether this release was tried with its version; `accepted`: of
+    `drafted` right draft tokens, those that came several in a step; `times`: of a step."""
+
+    url: str
+    version: str
+    tried: bool
+    drafted: int
+    accepted: int
+    times: PassTimes
+
+    @property
+    def trouble(self) -> str:
+        """What the operator should know, empty if nothing."""
+        if not self.accepted:
+            return (
+                f"{self.url} accepts no drafts, so edges get its plain stream; start vLLM with "
+                "the --speculative-config of docs/vllm-native.md, and give --drafts the address "
+                "that it says it takes them at"
+            )
+        known = " and ".join(TESTED)
+        return "" if self.tried else f"{self.url} runs vLLM {self.version}; tried were {known}"
+
+
+async def examine(server: Streaming, sender: Sender, info: ModelInfo) -> Examined:
+    """Find out how `server` does. Raises EngineError."""
+    version = await server.version()
+    prompt = [random.randrange(info.real_vocab) for _ in range(16)]
+    text, plain, plain_ms = await _probe(server, prompt)
+    best, best_ms = plain, plain_ms
+    for _ in range(_TRIES):
+        sender.send(Drafts(prefix_key(prompt), len(prompt), text))
+        await asyncio.sleep(_ARRIVAL_SECONDS)
+        _, best, best_ms = await _probe(server, prompt)
+        if best < plain:
+            break
+    points = [(1, plain_ms)]
+    if best < plain:
+        points.append((max(2, round(len(text) / best)), best_ms))
+    return Examined(
+        url=server.url,
+        version=version,
+        tried=version.startswith(tuple(f"{known}." for known in TESTED)),
+        drafted=len(text),
+        accepted=max(0, plain - best),
+        times=PassTimes(tuple(points)),
+    )
+
+
+async def _probe(server: Streaming, prompt: Sequence[int]) -> tuple[list[int], int, float]:
+    """A greedy text behind `prompt`; its ids, its steps, and the ms of one."""
+    text, at = list[int](), list[float]()
+    async with aclosing(server.stream(prompt, _PROBE, SamplingParams())) as stream:
+        async for delivered in stream:
+            text += delivered.ids
+            at.append(now())
+    between = [1000 * (b - a) for a, b in pairwise(at)]
+    return text, len(at), statistics.median(between) if between else 1.0
+
+
+class Gateway(Service):
+    """vLLM `servers` of one model at the service of edges. Use as an async context manager, which
+    examines them first, and raises EngineError if one can't be used.
+
+    `info`, `fingerprint`: of the model; `sender`: to the servers' proposers, closed with the
+    gateway, as they are; `slots`: requests at once; `on_end` hears what became of each.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Streaming],
+        sender: Sender,
+        info: ModelInfo,
+        fingerprint: Fingerprint,
+        *,
+        slots: int,
+        times: PassTimes | None = None,
+        limits: Limits | None = None,
+        on_end: Callable[[Ended], None] | None = None,
+    ) -> None:
+        super().__init__(info, fingerprint, limits)
+        self.times = times
+        self.examined: list[Examined] = []
+        self._servers = servers
+        self._sender = sender
+        self._slots = slots
+        self._on_end = on_end
+        self._relay: Relay | None = None
+
+    async def __aenter__(self) -> Gateway:
+        if self.times is None:
+            for server in self._servers:
+                self.examined.append(await examine(server, self._sender, self.info))
+            for trouble in filter(None, (about.trouble for about in self.examined)):
+                log.warning("%s", trouble)
+            self.times = max((about.times for about in self.examined), key=lambda t: t.ms(1))
+        self._relay = Relay(
+            self._servers,
+            self._sender,
+            eos=self.info.eos_ids,
+            slots=self._slots,
+            limits=self.limits,
+            metrics=self.metrics,
+            on_end=self._on_end,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._relay is not None
+        await self._relay.close()
+        self._sender.close()
+
+    @property
+    def desk(self) -> Relay:
+        assert self._relay is not None
+        return self._relay
+
+    @property
+    def failing(self) -> bool:
+        return all(server.failing for server in self.desk.servers)
+
+    def _begin(self, opening: Open, model: CloudModel) -> RelayedSession:
+        return RelayedSession(opening, model)
