@@ -197,7 +197,12 @@ def test_a_server_as_the_target(monkeypatch):
 
     monkeypatch.setattr("e2sci.engines.vllm.Vllm", made)
     monkeypatch.setenv("ENGINE_KEY", "secret")
-    given = {"url": "http://h:1", "tokenizer": "folder", "key_variable": "ENGINE_KEY"}
+    given = {
+        "urls": ("http://h:1",),
+        "drafts": (),
+        "tokenizer": "folder",
+        "key_variable": "ENGINE_KEY",
+    }
     here = {"threads": None, "gpu_layers": 0}
     found = target_of(model=None, engine="vllm", slots=3, context=99, **given, **here)
     assert found == "the engine"
@@ -217,6 +222,10 @@ def test_a_server_as_the_target(monkeypatch):
         ("--engine vllm --url u --tokenizer t --gpu-layers -1", "--gpu-layers does not go"),
         ("--engine vllm --url u --tokenizer t --engine-key-env NOT_SET", "NOT_SET, which is not"),
         ("--engine sglang --url http://h:1 --tokenizer nowhere/at/all", "nowhere/at/all"),
+        ("--engine vllm --url u --url v --tokenizer t", "in front of one server"),
+        ("--engine vllm --url u --tokenizer t --drafts ipc:///x", "--drafts does not go"),
+        ("--engine vllm-native --url http://h:1", "needs --url and --tokenizer"),
+        ("--engine vllm-native --url u --tokenizer t --threads 2", "--threads does not go"),
     ],
 )
 def test_mistakes_about_a_server(flags, words):

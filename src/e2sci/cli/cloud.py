@@ -25,11 +25,12 @@ from e2sci.cli.common import (
     refuse_remote,
 )
 from e2sci.cli.keys import keys_option
-from e2sci.cli.target import target, target_options
+from e2sci.cli.target import NATIVE, NATIVE_SLOTS, servers, target, target_options
 from e2sci.decoding.credit import Credit
 from e2sci.decoding.predictor import NetworkPredictor
 from e2sci.runtime.admission import Limits
 from e2sci.runtime.cloud import Cloud
+from e2sci.runtime.service import Service
 from e2sci.server import logs
 from e2sci.server.cloud_app import listening, tls_context, until_signalled
 from e2sci.server.door import CONNECTIONS
@@ -116,6 +117,7 @@ def cloud(
     e2sci cloud --model my-model.gguf --gpu-layers -1 --slots 16
     e2sci cloud --listen 0.0.0.0:7071 --keys --tls-cert cert.pem --tls-key key.pem --log json
     e2sci cloud --engine vllm --url http://127.0.0.1:8000 --tokenizer Qwen/Qwen2.5-7B --slots 32
+    e2sci cloud --engine vllm-native --url http://127.0.0.1:8000 --tokenizer Qwen/Qwen2.5-7B
     """
     wanted = {"--keys": keys_file, "--tls-cert": tls_cert}
     if missing := [name for name, given in wanted.items() if given is None]:
@@ -129,24 +131,36 @@ def cloud(
     logs.set_up(log_format, logging.INFO if verbose or as_json else logging.WARNING)
     if missing and not listen.loopback:
         log.warning("open to other machines without %s", " and ".join(missing))
-    engine = target(**model)
     with ExitStack() as stack, suppress(KeyboardInterrupt):
-        stack.callback(engine.close)
+        make: Callable[..., Service]
+        if model["engine"] == NATIVE:
+            name, make = _native(model, calibration or predictor)
+        else:
+            engine = target(**model)
+            stack.callback(engine.close)
+            session = partial(CloudSession, credit=credit)
+            name = engine.info.name
+            make = partial(Cloud, engine, session=session, keep_caches=keep_caches)
         with friendly():
-            traces = stack.enter_context(tracing(engine.info.name)) if otel else None
-            served = Cloud(
-                engine,
-                session=partial(CloudSession, credit=credit),
-                limits=Limits(waiting=waiting),
-                on_end=traces,
-                keep_caches=keep_caches,
-            )
+            traces = stack.enter_context(tracing(name)) if otel else None
+            served = make(limits=Limits(waiting=waiting), on_end=traces)
         announce = _log_start if as_json else _echo_start
         where = partial(listening, keys=keys, tls=tls, connections=connections)
         scheme = "wss" if tls else "ws"
         asyncio.run(
             _run(served, listen, where, drain, lambda at: announce(served, f"{scheme}://{at}"))
         )
+
+
+def _native(model: dict[str, Any], file: Path | None) -> tuple[str, Callable[..., Service]]:
+    """The name of the model behind a gateway, and what makes the gateway. Raises BadInput."""
+    if file is not None:
+        raise BadInput(f"vLLM tolerates nothing by itself, so {file} has no use: drop it")
+    slots = model.pop("slots") or NATIVE_SLOTS
+    found = servers(**model)
+    from e2sci.runtime.gateway import Gateway  # only here: an extra
+
+    return found.info.name, partial(Gateway, found, slots=slots)
 
 
 def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
@@ -182,14 +196,15 @@ def _require_free(listen: Address) -> None:
 
 
 async def _run(
-    cloud: Cloud,
+    cloud: Service,
     listen: Address,
-    serve: Callable[[Cloud, str, int], AbstractAsyncContextManager[int]],
+    serve: Callable[[Service, str, int], AbstractAsyncContextManager[int]],
     drain: float,
     announce: Callable[[Address], None],
 ) -> None:
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(cloud)
+        with friendly():
+            await stack.enter_async_context(cloud)
         try:
             port = await stack.enter_async_context(serve(cloud, *listen))
         except OSError as error:
@@ -198,14 +213,14 @@ async def _run(
         await until_signalled(cloud, drain)
 
 
-def _echo_start(cloud: Cloud, url: str) -> None:
+def _echo_start(cloud: Service, url: str) -> None:
     assert cloud.times is not None
     times = ", ".join(f"{n}: {ms:.0f}" for n, ms in cloud.times.points)
     click.echo(f"pass times in ms by tokens — {times}", err=True)
-    click.echo(f"{cloud.engine.info.name} listens on {url}; Ctrl-C ends it", err=True)
+    click.echo(f"{cloud.info.name} listens on {url}; Ctrl-C ends it", err=True)
 
 
-def _log_start(cloud: Cloud, url: str) -> None:
+def _log_start(cloud: Service, url: str) -> None:
     assert cloud.times is not None
-    model, times = cloud.engine.info.name, cloud.times.points
+    model, times = cloud.info.name, cloud.times.points
     log.info("listening", extra={"url": url, "model": model, "pass_ms": times})

@@ -7,18 +7,23 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from e2sci.cli.common import friendly, load, model_options
+from e2sci.cli.common import BadInput, friendly, load, model_options
 from e2sci.cli.reach import dials, reach_options
+from e2sci.cli.target import draft_addresses, drafts_option, engine_key
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 from e2sci.runtime.choice import Measured, choose, why_not
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.transport import Dial
+
+if TYPE_CHECKING:
+    from e2sci.runtime.gateway import Examined  # else only where it is used: an extra
 
 PROBE = "Count from one to twenty in words."
 
@@ -44,6 +49,19 @@ class Report:
 @click.command()
 @reach_options
 @click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@click.option(
+    "--vllm",
+    metavar="URL",
+    help="Examine this vLLM server instead, http://HOST:PORT: its version, and whether it accepts "
+    "drafts. On its own machine.",
+)
+@drafts_option
+@click.option(
+    "--engine-key-env",
+    "key_variable",
+    metavar="NAME",
+    help="With --vllm: the environment variable with the key that it wants.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @model_options(4096)
 def doctor(
@@ -52,6 +70,9 @@ def doctor(
     ca: Path | None,
     allow_insecure: bool,
     draft: str,
+    vllm: str | None,
+    drafts: tuple[str, ...],
+    key_variable: str | None,
     as_json: bool,
     context: int,
     threads: int | None,
@@ -61,7 +82,16 @@ def doctor(
 
     Loads the draft, connects, compares vocabularies and templates, measures draft time, round trip
     and acceptance on a short text, and sets what to expect beside the cloud alone.
+
+    \b
+    e2sci doctor --cloud ws://cloud.example:7071
+    e2sci doctor --vllm http://127.0.0.1:8000    # where --engine vllm-native is to be used
     """
+    if vllm is not None:
+        _show_server(_server(vllm, drafts, engine_key(key_variable)), as_json)
+        return
+    if drafts or key_variable:
+        raise BadInput("--drafts and --engine-key-env go with --vllm")
     reached = dials(cloud, key_file, ca, allow_insecure)
     engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
     try:
@@ -73,6 +103,32 @@ def doctor(
         click.echo(json.dumps(asdict(report)))
     else:
         _show(report)
+
+
+def _server(url: str, drafts: tuple[str, ...], key: str | None) -> Examined:
+    """What a vLLM server does with drafts. Raises BadInput."""
+    with friendly(), draft_addresses(drafts) as chosen:
+        from e2sci.runtime.gateway import examined  # only here: an extra
+
+        return asyncio.run(examined(url, chosen, key))
+
+
+def _show_server(found: Examined, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"trouble": found.trouble}))
+        return
+    console = Console(highlight=False)
+    mark = "[green]✓[/]" if found.tried else "[yellow]![/]"
+    console.print(f"{mark} {found.url} runs vLLM {found.version}")
+    steps = ", ".join(f"{n}: {ms:.1f}" for n, ms in found.times.points)
+    console.print(f"[green]✓[/] ms of a step by tokens — {steps}")
+    if found.accepted:
+        console.print(
+            f"[green]✓[/] it accepts drafts: {found.accepted} of {found.drafted} tokens took no "
+            "step of their own"
+        )
+    if found.trouble:
+        console.print(f"[bold]→ {found.trouble}[/]")
 
 
 async def _examine(clouds: list[Dial], engine: Engine) -> Report:

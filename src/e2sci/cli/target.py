@@ -1,10 +1,11 @@
-"""The target model of a cloud: one that is loaded here, or one that a server runs already."""
+"""The target model of a cloud: one that is loaded here, or one that servers run already."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -12,7 +13,21 @@ from e2sci.cli.common import BadInput, friendly, load, model_options
 from e2sci.engines.base import Engine
 from e2sci.engines.load import DEFAULT
 
+if TYPE_CHECKING:
+    from e2sci.runtime.gateway import Servers  # else only where it is used: an extra
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+NATIVE = "vllm-native"
+SLOTS, NATIVE_SLOTS = 4, 256
+
+drafts_option = click.option(
+    "--drafts",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Of vllm-native: where its proposer takes drafts; repeated for several.  [default: the "
+    "variable E2SCI_DRAFTS, or a socket in the folder for temporary files]",
+)
 
 
 def target_options(command: F) -> F:
@@ -22,9 +37,7 @@ def target_options(command: F) -> F:
         click.option(
             "--slots",
             type=click.IntRange(1, 256),
-            default=4,
-            show_default=True,
-            help="Requests at once; each has a context of its own.",
+            help=f"Requests at once.  [default: {SLOTS}; with vllm-native: {NATIVE_SLOTS}]",
         ),
         click.option(
             "--engine-key-env",
@@ -37,13 +50,21 @@ def target_options(command: F) -> F:
             metavar="PATH",
             help="Of a server: the model's tokenizer, a folder or owner/repo.",
         ),
-        click.option("--url", help="Of a server: its address, http://HOST:PORT."),
+        drafts_option,
+        click.option(
+            "--url",
+            "urls",
+            multiple=True,
+            help="Of a server: its address, http://HOST:PORT. With vllm-native it can be repeated, "
+            "for several of one model.",
+        ),
         click.option(
             "--engine",
-            type=click.Choice(["auto", "vllm", "sglang"]),
+            type=click.Choice(["auto", "vllm", NATIVE, "sglang"]),
             default="auto",
             show_default=True,
-            help="Load --model here, or stand in front of a server of this kind.",
+            help="Load --model here, or stand in front of a server of this kind; vllm-native: of a "
+            "vLLM that verifies by itself, with the proposer of this package in it.",
         ),
         click.option(
             "--model",
@@ -58,18 +79,22 @@ def target(
     *,
     model: str | None,
     engine: str,
-    url: str | None,
+    urls: tuple[str, ...],
+    drafts: tuple[str, ...],
     tokenizer: str | None,
     key_variable: str | None,
-    slots: int,
+    slots: int | None,
     context: int,
     threads: int | None,
     gpu_layers: int,
 ) -> Engine:
     """Load the model, or reach the server. Raises BadInput."""
+    slots = slots or SLOTS
+    _refuse(engine, **{"--drafts": drafts or None})
     if engine == "auto":
         _refuse(
-            engine, **{"--url": url, "--tokenizer": tokenizer, "--engine-key-env": key_variable}
+            engine,
+            **{"--url": urls or None, "--tokenizer": tokenizer, "--engine-key-env": key_variable},
         )
         return load(
             model or DEFAULT,
@@ -80,13 +105,54 @@ def target(
             slots=slots,
         )
     _refuse(engine, **{"--threads": threads, "--gpu-layers": gpu_layers or None})
-    if url is None or tokenizer is None:
+    if not urls or tokenizer is None:
         raise BadInput(f"--engine {engine} needs --url and --tokenizer")
-    key = _key(key_variable) if key_variable else None
+    if len(urls) > 1:
+        raise BadInput(f"--engine {engine} stands in front of one server; give one --url")
+    key = engine_key(key_variable)
     with friendly():
         return _server(engine)(
-            url, model=model, tokenizer=tokenizer, key=key, slots=slots, context=context
+            urls[0], model=model, tokenizer=tokenizer, key=key, slots=slots, context=context
         )
+
+
+def servers(
+    *,
+    model: str | None,
+    engine: str,
+    urls: tuple[str, ...],
+    drafts: tuple[str, ...],
+    tokenizer: str | None,
+    key_variable: str | None,
+    context: int,
+    threads: int | None,
+    gpu_layers: int,
+) -> Servers:
+    """Reach the servers of `--engine vllm-native`. Raises BadInput."""
+    _refuse(engine, **{"--threads": threads, "--gpu-layers": gpu_layers or None})
+    if not urls or tokenizer is None:
+        raise BadInput(f"--engine {engine} needs --url and --tokenizer")
+    key = engine_key(key_variable)
+    with friendly(), draft_addresses(drafts) as chosen:
+        from e2sci.engines.hf_tokenizer import describe  # only here: an extra
+        from e2sci.runtime.gateway import reach
+
+        about = describe(tokenizer)
+        return reach(urls, chosen, about, model=model, key=key, context=context)
+
+
+@contextmanager
+def draft_addresses(drafts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Where drafts are sent to, the default if nothing is given. Raises BadInput, also for an
+    address that turns out not to be usable."""
+    try:
+        from e2sci.vllm_plugin.wire import AddressError, default_address  # only here: an extra
+    except ImportError as error:
+        raise BadInput(f'pyzmq is missing ({error}); run: pip install "e2sci[gateway]"') from error
+    try:
+        yield drafts or (default_address(),)
+    except AddressError as error:
+        raise BadInput(str(error)) from None
 
 
 def _server(engine: str) -> Callable[..., Engine]:
@@ -106,7 +172,10 @@ def _refuse(engine: str, **given: object) -> None:
             raise BadInput(f"{name} does not go with --engine {engine}")
 
 
-def _key(variable: str) -> str:
+def engine_key(variable: str | None) -> str | None:
+    """The key in the environment variable of that name. Raises BadInput if it isn't set."""
+    if variable is None:
+        return None
     key = os.environ.get(variable, "").strip()
     if not key:
         raise BadInput(f"--engine-key-env names {variable}, which is not set")

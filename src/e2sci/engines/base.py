@@ -81,14 +81,18 @@ class Tokenizer(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One model with the caches of up to `slots` sequences, numbered 0 … slots-1."""
+class Described(Protocol):
+    """A model by what is known of it."""
 
     @property
     def info(self) -> ModelInfo: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+
+class Engine(Described, Protocol):
+    """One model with the caches of up to `slots` sequences, numbered 0 … slots-1."""
 
     @property
     def slots(self) -> int: ...
@@ -185,12 +189,12 @@ class Fingerprint:
 _fingerprints: WeakKeyDictionary[Tokenizer, Fingerprint] = WeakKeyDictionary()
 
 
-def fingerprint(engine: Engine) -> Fingerprint:
-    """The fingerprint of an engine's real vocabulary (padding left out), made once a tokenizer."""
-    known = _fingerprints.get(engine.tokenizer)
+def fingerprint(model: Described) -> Fingerprint:
+    """The fingerprint of a model's real vocabulary (padding left out), made once a tokenizer."""
+    known = _fingerprints.get(model.tokenizer)
     if known is None:
-        names = [engine.tokenizer.name(i) for i in range(engine.info.real_vocab)]
-        known = _fingerprints[engine.tokenizer] = Fingerprint(names)
+        names = [model.tokenizer.name(i) for i in range(model.info.real_vocab)]
+        known = _fingerprints[model.tokenizer] = Fingerprint(names)
     return known
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from e2sci.decoding.sampling import SamplingParams
-from e2sci.engines.base import Fingerprint, ModelInfo
+from e2sci.engines.base import EngineError, ModelInfo, Tokenizer, fingerprint
+from e2sci.engines.hf_tokenizer import Description
+from e2sci.engines.remote import Server, info_of
 from e2sci.engines.vllm_stream import Streaming
 from e2sci.runtime.admission import Limits
 from e2sci.runtime.passes import PassTimes
@@ -34,8 +36,53 @@ from e2sci.vllm_plugin.wire import Drafts, Sender
 log = logging.getLogger("e2sci.cloud")
 
 _PROBE = 32  # tokens
+_ANY_VOCABULARY = 256  # ids that each has
 _TRIES = 4
+_ASK_SECONDS = 10.0
 _ARRIVAL_SECONDS = 0.25  # a draft needs some ms, and a socket that is new some more
+
+
+@dataclass(frozen=True)
+class Servers:
+    """vLLM servers of one model, and the way to their proposers."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    streams: Sequence[Streaming]
+    sender: Sender
+
+
+def reach(
+    urls: Sequence[str],
+    drafts: Sequence[str],
+    about: Description,
+    *,
+    model: str | None = None,
+    key: str | None = None,
+    context: int | None = None,
+) -> Servers:
+    """The servers at `urls`, whose proposers take drafts at the addresses `drafts`.
+
+    `about`: the model's tokenizer and sizes; `model`: its name there, None for the first served;
+    `key`: sent as a bearer token; `context`: tokens of a text if less than the servers allow.
+    Raises EngineError if one doesn't answer or serves another model, AddressError.
+    """
+    infos, streams = [], []
+    for url in urls:
+        server = Server(url, key, _ASK_SECONDS)
+        try:
+            served = server.served(model)
+        finally:
+            server.close()
+        infos.append(info_of(about, served, context))
+        streams.append(Streaming(url, served.id, key))
+    if others := {info.name for info in infos} - {infos[0].name}:
+        raise EngineError(
+            f"{urls[0]} serves {infos[0].name}, another {others.pop()}; one gateway stands before "
+            "servers of one model"
+        )
+    least = min(infos, key=lambda info: info.context)
+    return Servers(least, about.tokenizer, streams, Sender(drafts))
 
 
 @dataclass(frozen=True)
@@ -63,10 +110,10 @@ class Examined:
         return "" if self.tried else f"{self.url} runs vLLM {self.version}; tried were {known}"
 
 
-async def examine(server: Streaming, sender: Sender, info: ModelInfo) -> Examined:
+async def examine(server: Streaming, sender: Sender) -> Examined:
     """Find out how `server` does. Raises EngineError."""
     version = await server.version()
-    prompt = [random.randrange(info.real_vocab) for _ in range(16)]
+    prompt = [random.randrange(_ANY_VOCABULARY) for _ in range(16)]
     text, plain, plain_ms = await _probe(server, prompt)
     best, best_ms = plain, plain_ms
     for _ in range(_TRIES):
@@ -88,6 +135,21 @@ async def examine(server: Streaming, sender: Sender, info: ModelInfo) -> Examine
     )
 
 
+async def examined(url: str, drafts: Sequence[str], key: str | None = None) -> Examined:
+    """The same of a server by its address; see `reach`. Raises EngineError, AddressError."""
+    server = Server(url, key, _ASK_SECONDS)
+    try:
+        model = server.served(None).id
+    finally:
+        server.close()
+    stream, sender = Streaming(url, model, key), Sender(drafts)
+    try:
+        return await examine(stream, sender)
+    finally:
+        await stream.close()
+        sender.close()
+
+
 async def _probe(server: Streaming, prompt: Sequence[int]) -> tuple[list[int], int, float]:
     """A greedy text behind `prompt`; its ids, its steps, and the ms of one."""
     text, at = list[int](), list[float]()
@@ -100,44 +162,39 @@ async def _probe(server: Streaming, prompt: Sequence[int]) -> tuple[list[int], i
 
 
 class Gateway(Service):
-    """vLLM `servers` of one model at the service of edges. Use as an async context manager, which
-    examines them first, and raises EngineError if one can't be used.
+    """vLLM `servers` at the service of edges. Use as an async context manager, which examines them
+    first unless `times` are given, and raises EngineError if one can't be used.
 
-    `info`, `fingerprint`: of the model; `sender`: to the servers' proposers, closed with the
-    gateway, as they are; `slots`: requests at once; `on_end` hears what became of each.
+    `slots`: requests at once; `on_end` hears what became of each.
     """
 
     def __init__(
         self,
-        servers: Sequence[Streaming],
-        sender: Sender,
-        info: ModelInfo,
-        fingerprint: Fingerprint,
+        servers: Servers,
         *,
         slots: int,
         times: PassTimes | None = None,
         limits: Limits | None = None,
         on_end: Callable[[Ended], None] | None = None,
     ) -> None:
-        super().__init__(info, fingerprint, limits)
+        super().__init__(servers.info, fingerprint(servers), limits)
         self.times = times
         self.examined: list[Examined] = []
         self._servers = servers
-        self._sender = sender
         self._slots = slots
         self._on_end = on_end
         self._relay: Relay | None = None
 
     async def __aenter__(self) -> Gateway:
         if self.times is None:
-            for server in self._servers:
-                self.examined.append(await examine(server, self._sender, self.info))
+            for stream in self._servers.streams:
+                self.examined.append(await examine(stream, self._servers.sender))
             for trouble in filter(None, (about.trouble for about in self.examined)):
                 log.warning("%s", trouble)
             self.times = max((about.times for about in self.examined), key=lambda t: t.ms(1))
         self._relay = Relay(
-            self._servers,
-            self._sender,
+            self._servers.streams,
+            self._servers.sender,
             eos=self.info.eos_ids,
             slots=self._slots,
             limits=self.limits,
@@ -149,7 +206,7 @@ class Gateway(Service):
     async def __aexit__(self, *_: object) -> None:
         assert self._relay is not None
         await self._relay.close()
-        self._sender.close()
+        self._servers.sender.close()
 
     @property
     def desk(self) -> Relay:

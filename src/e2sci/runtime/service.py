@@ -101,6 +101,12 @@ class Service(ABC):
         self._fingerprint = fingerprint
         self._nobodies = count(1)
 
+    @abstractmethod
+    async def __aenter__(self) -> Service: ...
+
+    @abstractmethod
+    async def __aexit__(self, *_: object) -> None: ...
+
     @property
     @abstractmethod
     def desk(self) -> Desk: ...

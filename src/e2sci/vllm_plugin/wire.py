@@ -99,7 +99,8 @@ class Sender:
             self._socket.connect(address)
 
     def send(self, drafts: Drafts) -> None:
-        with suppress(zmq.Again):  # a PUB socket drops rather than wait; this is for its sake
+        """Lost where they can't be taken now: a request goes on without."""
+        with suppress(zmq.ZMQError):
             self._socket.send(_TOPIC + _encoder.encode(drafts), zmq.NOBLOCK)
 
     def close(self) -> None:
