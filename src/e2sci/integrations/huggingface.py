@@ -27,25 +27,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    GenerationMode,
-    LogitsProcessorList,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList
 
 from e2sci.decoding.acceptance import Judgement, Measure, RuleName
 from e2sci.decoding.credit import Credit, CreditParams
 from e2sci.decoding.distribution import Dense, Processed, decode
 from e2sci.decoding.predictor import Predictor
 from e2sci.decoding.sampling import History, SamplingParams, adjusted
+from e2sci.integrations.huggingface_calls import bears_drafting, obstacle, unshared
 from e2sci.runtime.options import Options
 from e2sci.session.judge import Draft, Judge
 from e2sci.session.messages import Judged, Open
-
-_STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-_UNDERSTOOD = {"attention_mask", "cache", "logits_to_keep", "position_ids", "use_cache"}
 
 
 @dataclass
@@ -140,7 +132,7 @@ class Speculative:
         **model_kwargs: Any,
     ) -> Any:
         """As `generate` calls it; what `generate` is to return."""
-        if reason := _obstacle(model, self.draft, input_ids, generation_config, model_kwargs):
+        if reason := obstacle(model, self.draft, input_ids, generation_config, model_kwargs):
             raise ValueError(f"no speculative decoding here: {reason}")
         sampling = SamplingParams()
         if generation_config.do_sample:  # temperature and filters are among the processors
@@ -156,9 +148,9 @@ class Speculative:
             trace=self.options.trace,
         )
         judge = Judge(opening, _vocab(model), partial(Credit, predictor=self.predictor))
-        shared = LogitsProcessorList(p for p in logits_processor if _bears_drafting(p))
+        shared = LogitsProcessorList(p for p in logits_processor if bears_drafting(p))
         if len(shared) < len(logits_processor) and not judge.rule.lossless:
-            raise ValueError(_unshared(logits_processor, self.options.accept))
+            raise ValueError(unshared(logits_processor, self.options.accept))
         self.figures = Figures(seed=seed if generation_config.do_sample else None)
         text = _Text(
             input_ids,
@@ -338,50 +330,6 @@ class _Text:
             self._figures.credit = report.credit.credit
             self._figures.threshold = report.credit.threshold
             self._window = report.credit.window or self._size
-
-
-def _obstacle(
-    model: Any, draft: Any, ids: torch.Tensor, config: Any, others: dict[str, Any]
-) -> str | None:
-    """Why this call can't be served, if it can't."""
-    given = {name for name, value in others.items() if value is not None}
-    if model.config.is_encoder_decoder or draft.config.is_encoder_decoder:
-        return "an encoder-decoder model; expected two causal language models"
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"the settings ask for {mode.value}; expected greedy search or sampling"
-    if ids.shape[0] != 1:
-        return f"{ids.shape[0]} sequences in one call; call generate once for each"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions and hidden states are not kept; leave out output_attentions and the like"
-    if config.prefill_chunk_size is not None:
-        return "a prompt is read in one piece; leave out prefill_chunk_size"
-    if foreign := given - _UNDERSTOOD:
-        return f"the draft wouldn't see {', '.join(sorted(foreign))}; expected ids only"
-    if "cache" not in given:
-        return "the model keeps no cache that could be cut; leave use_cache on, or use another"
-    n, positions = ids.shape[1], others.get("position_ids")
-    counted = torch.arange(n, device=ids.device)[None]
-    if positions is not None and not torch.equal(positions.to(ids.device), counted):
-        return "padding, or ids without those that the cache holds; expected the whole text alone"
-    if (held := int(others["cache"].get_seq_length())) >= n:
-        return f"the cache holds {held} tokens and the text has {n}; expected a new one at least"
-    return None
-
-
-def _bears_drafting(processor: Any) -> bool:
-    """Whether it may be asked about drafts, too: about lines that are given up again."""
-    return type(processor).__module__.startswith("transformers.") and not isinstance(
-        processor, _STATEFUL
-    )
-
-
-def _unshared(processors: LogitsProcessorList, accept: str) -> str:
-    names = [type(p).__name__ for p in processors if not _bears_drafting(p)]
-    return (
-        f"accept={accept} could let pass what {', '.join(names)} forbids, as that can't run on the "
-        "draft; use strict or rejection, or leave it out"
-    )
 
 
 def _vocab(model: Any) -> int:
