@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from browsing import Visit, chromium
 from live import LiveCloud
 
 os.environ["E2SCI_CONFIG"] = os.devnull  # what this machine's user prefers is no matter
@@ -22,3 +23,18 @@ def cloud(one_cloud):
     """A cloud on a real port that must be as good as new after the test."""
     yield one_cloud
     one_cloud.check()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Of a module's own: while it lives, no other event loop can run in this thread."""
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(browser, edge):
+    """A tab at the page of the module's `edge`, without complaints at its end."""
+    visit = Visit(browser, edge).open()
+    yield visit
+    visit.close()
