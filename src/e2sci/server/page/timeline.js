@@ -37,7 +37,7 @@ export function drawTimeline(tale, range, color) {
     xaxis: { range, title: { text: "seconds", standoff: 4 } },
     yaxis: { range: [rows + 1.7, -0.7], showgrid: false, zeroline: false, ...labels },
     showlegend: true,
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", itemwidth: 30, entrywidth: 44 },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", itemwidth: 30, entrywidth: 52 },
   };
   return { traces, layout, words: words(tale) };
 }
