@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from e2sci import BlockingEdge
 from e2sci.engines.base import EngineError
 from e2sci.engines.remote import Busy
 from e2sci.runtime.admission import Client, Limits
 from e2sci.runtime.connection import EdgeError, Refused
 from e2sci.runtime.prefixes import BEGINNING, crowded, ranked
 from gateways import edge_at, gateway, joined
-from live import draft, free_port, pair, target, until
+from live import HOST, draft, ended, free_port, listens, pair, process, target, until
 from streaming_server import MOST, StreamingServer
 
 LONG = {"max_tokens": 60}
@@ -383,3 +388,73 @@ async def test_requests_of_one_beginning_meet_at_one_server(address, tmp_path):
                 await edge.generate(f"{i} is another beginning", max_tokens=5)
             assert one.requests
             assert two.requests
+
+
+# ---- on the command line ------------------------------------------------------------------
+
+
+AS_DESCRIBED = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from remote_servers import DESCRIPTION
+import e2sci.engines.hf_tokenizer
+e2sci.engines.hf_tokenizer.describe = lambda _: DESCRIPTION
+from e2sci.cli import main
+main()
+"""
+
+
+@contextmanager
+def command(*args):
+    """`e2sci` with args in a process of its own, where any tokenizer is the synthetic one."""
+    here = str(Path(__file__).parent)
+    child = subprocess.Popen(
+        [sys.executable, "-c", AS_DESCRIBED, here, *args], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_the_command_serves_edges_with_drafts(server):
+    at = ["--url", server.url, "--drafts", server.address, "--tokenizer", "any"]
+    with command("cloud", "--engine", "vllm-native", *at, "--listen", f"{HOST}:0") as child:
+        with BlockingEdge(listens(child), target()) as edge:
+            got = edge.generate(PROMPT, **LONG)
+        assert got.token_ids == asyncio.run(expected())
+        assert max(server.steps[-1]) > 1  # it has joined the proposer to examine the server
+        child.terminate()
+        assert child.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--url http://127.0.0.1:9 --tokenizer any", "no server answers at http://127.0.0.1:9"),
+        ("--url {url} --tokenizer any --model other", "doesn't serve other"),
+        ("--url {url} --tokenizer any --drafts tcp://10.0.0.1:5", "they stay on this machine"),
+    ],
+)
+def test_mistakes_are_one_line(server, flags, words):
+    given = flags.format(url=server.url).split()
+    with command("cloud", "--engine", "vllm-native", *given, "--listen", f"{HOST}:0") as child:
+        said = child.communicate(timeout=60)[1].splitlines()
+    assert child.returncode == 2
+    assert words in said[-1]
+    assert len(said) == 1
+
+
+def test_doctor_examines_a_server(server):
+    with process("doctor", "--vllm", server.url, "--drafts", server.address, "--json") as child:
+        code, out, _ = ended(child)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["version"], found["accepted"], found["trouble"]) == ("0.32.0", 27, "")
+    with process("doctor", "--vllm", server.url, "--drafts", "tcp://10.0.0.1:5") as child:
+        code, _, lines = ended(child)
+    assert code == 2
+    with process("doctor", "--drafts", server.address) as child:
+        code, _, lines = ended(child)
+    assert (code, lines[-1]) == (2, "Error: --drafts and --engine-key-env go with --vllm")

@@ -1,0 +1,132 @@
+"""Drafts inside vLLM: what the proposer costs where there are none, and what drafts save.
+
+    python benchmarks/native.py load plain=http://127.0.0.1:8000 native=http://127.0.0.1:8001
+
+sends the same requests to servers of one model in turns, and compares their throughput with the
+first one's. No edges, so the drafts are none.
+
+    python benchmarks/native.py edges --cloud ws://127.0.0.1:7071 --vllm http://127.0.0.1:8001
+
+has edges write through a gateway, with drafts and without, and takes steps and acceptance from
+vLLM's own counters. `python tests/vllm_env.py --port 8001 --drafts ADDRESS` serves a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from common import CODE, median
+from e2sci import Edge, load_engine
+from e2sci.engines.base import Engine
+from e2sci.engines.vllm_stream import Counters, Streaming
+from e2sci.runtime.options import Result
+
+TIMEOUT = 600
+
+
+async def throughput(url: str, requests: int, tokens: int, turn: int) -> float:
+    """Tokens a second of `requests` at once, `tokens` each, with prompts that are new."""
+    async with httpx.AsyncClient(
+        timeout=TIMEOUT, limits=httpx.Limits(max_connections=None)
+    ) as http:
+        model = (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
+
+        async def ask(number: int) -> None:
+            prompt = [(number * 31 + turn * 17 + i * 7) % 250 for i in range(64)]
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens}
+            body |= {"temperature": 0, "ignore_eos": True}
+            (await http.post(f"{url}/v1/completions", json=body)).raise_for_status()
+
+        began = time.perf_counter()
+        await asyncio.gather(*(ask(number) for number in range(requests)))
+        return requests * tokens / (time.perf_counter() - began)
+
+
+async def load(options: argparse.Namespace) -> Table:
+    servers = dict(server.split("=", 1) for server in options.servers)
+    found: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(-1, options.rounds):  # the first warms up
+        for name, url in servers.items():
+            speed = await throughput(url, options.requests, options.tokens, turn)
+            if turn >= 0:
+                found[name].append(speed)
+    first = next(iter(found.values()))
+    table = Table("server", "tokens/s", "of the first, round by round")
+    for name, speeds in found.items():
+        ratios = [own / other for own, other in zip(speeds, first, strict=True)]
+        table.add_row(name, median(speeds), median(ratios))
+    return table
+
+
+async def written(
+    engine: Engine, cloud: str, vllm: Streaming, options: argparse.Namespace, mode: str
+) -> tuple[list[Result], Counters, Counters]:
+    """What the edges wrote, and vLLM's counters before and behind."""
+    before = await vllm.counters()
+    async with Edge(cloud, engine) as edge:
+
+        async def write(first: int) -> list[Result]:
+            prompts = CODE[first :: options.edges]
+            return [
+                await edge.generate(prompt, mode=mode, max_tokens=options.tokens)
+                for prompt in prompts
+            ]
+
+        lists: Sequence[list[Result]] = await asyncio.gather(
+            *(write(first) for first in range(options.edges))
+        )
+    return [result for some in lists for result in some], before, await vllm.counters()
+
+
+async def edges(options: argparse.Namespace) -> Table:
+    engine = load_engine(options.draft, "draft", slots=options.edges, threads=options.threads)
+    vllm = Streaming(options.vllm, "")
+    table = Table("mode", "tokens/s an edge", "steps a token", "drafts accepted", "texts equal")
+    texts: list[list[int]] = []
+    for mode in ("cloud", "pipelined"):
+        results, before, after = await written(engine, options.cloud, vllm, options, mode)
+        accepted, judged = after.accepted - before.accepted, after.judged - before.judged
+        ids = [result.token_ids for result in results]
+        texts = texts or ids
+        table.add_row(
+            mode,
+            median([result.stats.tokens_per_s for result in results]),
+            f"{1 - accepted / (after.written - before.written):.3f}",
+            f"{accepted / judged:.3f} of {judged:.0f}" if judged else "none",
+            f"{sum(a == b for a, b in zip(ids, texts, strict=True))} of {len(ids)}",
+        )
+    await vllm.close()
+    engine.close()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure drafts inside vLLM.")
+    parts = parser.add_subparsers(required=True)
+    one = parts.add_parser("load", help="throughput without edges")
+    one.add_argument("servers", nargs="+", metavar="NAME=URL")
+    one.add_argument("--requests", type=int, default=16)
+    one.add_argument("--tokens", type=int, default=128)
+    one.add_argument("--rounds", type=int, default=9)
+    one.set_defaults(run=load)
+    two = parts.add_parser("edges", help="steps and acceptance through a gateway")
+    two.add_argument("--cloud", default="ws://127.0.0.1:7071")
+    two.add_argument("--vllm", default="http://127.0.0.1:8000")
+    two.add_argument("--draft", default="qwen2.5-coder")
+    two.add_argument("--edges", type=int, default=1)
+    two.add_argument("--tokens", type=int, default=64)
+    two.add_argument("--threads", type=int)
+    two.set_defaults(run=edges)
+    options = parser.parse_args()
+    Console().print(asyncio.run(options.run(options)))
+
+
+if __name__ == "__main__":
+    main()
