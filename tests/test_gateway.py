@@ -18,6 +18,7 @@ from e2sci.engines.remote import Busy
 from e2sci.runtime.admission import Client, Limits
 from e2sci.runtime.connection import EdgeError, Refused
 from e2sci.runtime.prefixes import BEGINNING, crowded, ranked
+from e2sci.runtime.request import CloudLost
 from gateways import edge_at, gateway, joined
 from live import HOST, draft, ended, free_port, listens, pair, process, target, until
 from streaming_server import MOST, StreamingServer
@@ -206,6 +207,20 @@ async def test_when_no_server_answers_the_edge_may_ask_again(address):
             server.fail = [400]
             with pytest.raises((Refused, EdgeError), match="it is broken"):
                 await edge.generate(PROMPT, **LONG)
+
+
+async def test_a_server_that_stays_away_is_given_up(server):
+    server.fail = [503] * 1000
+    async with joined(server, patience=0.5) as edge:
+        with pytest.raises(Refused, match="answered 503"):
+            await edge.generate(PROMPT, **LONG)
+    server.fail, server.die = [], [3]
+    async with joined(server, patience=0.5) as edge:
+        task = asyncio.create_task(edge.generate(PROMPT, **LONG))
+        await until(lambda: server.steps)
+        server.fail = [503] * 1000
+        with pytest.raises(CloudLost, match="answered 503"):
+            await task
 
 
 async def test_nonsense_from_a_server_ends_the_request_only(server):

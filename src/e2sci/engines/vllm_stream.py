@@ -111,11 +111,13 @@ class Streaming:
         eos: Collection[int] = (),
         top: int | None = None,
     ) -> AsyncGenerator[Delivered, None]:
-        """What comes behind `ids`: `most` ≥ 1 tokens, or fewer with one of `eos` the last (without
-        any, the model's own don't end it). `top`: how many of the best to score tokens with, None
-        for no scores. To be closed (`aclosing`), which ends the request."""
+        """Nothing, once the server has taken the request; then what comes behind `ids`: `most` ≥ 1
+        tokens, or fewer with one of `eos` the last (without any, the model's own don't end it).
+        `top`: how many of the best to score tokens with, None for no scores. To be closed
+        (`aclosing`), which ends the request."""
         body = self._body(ids, most, sampling, eos, top)
         async with self._answer("POST", "/v1/completions", body) as response:
+            yield Delivered([], [])
             async for data in self._events(response):
                 event = self._decoded(data, _Event)
                 if event.error is not None:

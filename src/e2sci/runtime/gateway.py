@@ -155,8 +155,9 @@ async def _probe(server: Streaming, prompt: Sequence[int]) -> tuple[list[int], i
     text, at = list[int](), list[float]()
     async with aclosing(server.stream(prompt, _PROBE, SamplingParams())) as stream:
         async for delivered in stream:
-            text += delivered.ids
-            at.append(now())
+            if delivered.ids:
+                text += delivered.ids
+                at.append(now())
     between = [1000 * (b - a) for a, b in pairwise(at)]
     return text, len(at), statistics.median(between) if between else 1.0
 

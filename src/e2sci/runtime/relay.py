@@ -61,6 +61,7 @@ class Guest:
     opening: Open
     send: Callable[[Sequence[Message]], None]
     client: Client
+    opened: bool = False
     closed: bool = False
     corrections: int = 0
     began: float = field(default_factory=now)
@@ -180,7 +181,6 @@ class Relay:
     async def _serve(self, guest: Guest) -> None:
         try:
             async with self._free:
-                guest.send([Opened(request=guest.session.request, limit=guest.session.limit)])
                 await self._write(guest)
         except ProtocolError as error:
             self._fail(guest, error)
@@ -231,6 +231,7 @@ class Relay:
             at = now()
             async with aclosing(stream):
                 async for delivered in stream:
+                    self._open(guest)
                     if not delivered.ids:
                         continue
                     self._metrics.passed(len(delivered.ids), 1, now() - at)
@@ -242,6 +243,12 @@ class Relay:
                     at = now()
         finally:
             server.load -= 1
+
+    def _open(self, guest: Guest) -> None:
+        """A server has taken it: not before, or an edge would count no time as lost."""
+        if not guest.opened:
+            guest.opened = True
+            guest.send([Opened(request=guest.session.request, limit=guest.session.limit)])
 
     def _choose(self, session: RelayedSession, tried: set[Server]) -> Server:
         """The server that most likely knows the text, of those not tried."""
