@@ -9,16 +9,23 @@ first one's. No edges, so the drafts are none.
 
 has edges write through a gateway, with drafts and without, and takes steps and acceptance from
 vLLM's own counters. `python tests/vllm_env.py --port 8001 --drafts ADDRESS` serves a tiny model.
+
+    python benchmarks/native.py step
+
+times the proposer's own part of a step, without vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import tempfile
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import httpx
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +34,9 @@ from e2sci import Edge, load_engine
 from e2sci.engines.base import Engine
 from e2sci.engines.vllm_stream import Counters, Streaming
 from e2sci.runtime.options import Result
+from e2sci.vllm_plugin.proposer import Proposer
+from e2sci.vllm_plugin.store import prefix_key
+from e2sci.vllm_plugin.wire import Drafts
 
 TIMEOUT = 600
 
@@ -107,6 +117,40 @@ async def edges(options: argparse.Namespace) -> Table:
     return table
 
 
+def step(options: argparse.Namespace) -> Table:
+    """Microseconds of one call, the fastest of many, by the batch and by who has drafts."""
+    table = Table("requests", "no drafts at all", "drafts of others", "drafts of each")
+    generator = np.random.default_rng(1)
+    for batch in (1, 16, 64, 256):
+        rows = generator.integers(0, 100_000, (batch, options.context), dtype=np.int32)
+        lengths = np.full(batch, options.context - 100)
+        cells = []
+        for drafts in ("none", "others", "each"):
+            with tempfile.TemporaryDirectory() as folder:
+                proposer = Proposer(_config(options.context), f"ipc://{folder}/drafts")
+                for row in rows if drafts != "none" else ():
+                    at = lengths[0] if drafts == "each" else lengths[0] - 1
+                    proposer.put(Drafts(prefix_key(row[:at]), int(at), list(range(16))))
+                taken = []
+                for _ in range(options.rounds):
+                    began = time.perf_counter()
+                    proposer.propose([[1]] * batch, lengths, rows)
+                    taken.append(1e6 * (time.perf_counter() - began))
+                proposer.close()
+            cells.append(f"{min(taken):.0f}")
+        table.add_row(str(batch), *cells)
+    return table
+
+
+def _config(context: int) -> SimpleNamespace:
+    """As much of vLLM's configuration as the proposer looks at."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=8),
+        model_config=SimpleNamespace(max_model_len=context, get_vocab_size=lambda: 151_936),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_index=0),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure drafts inside vLLM.")
     parts = parser.add_subparsers(required=True)
@@ -124,8 +168,13 @@ def main() -> None:
     two.add_argument("--tokens", type=int, default=64)
     two.add_argument("--threads", type=int)
     two.set_defaults(run=edges)
+    three = parts.add_parser("step", help="the proposer's part of a step")
+    three.add_argument("--context", type=int, default=4096)
+    three.add_argument("--rounds", type=int, default=200)
+    three.set_defaults(run=step)
     options = parser.parse_args()
-    Console().print(asyncio.run(options.run(options)))
+    found = options.run(options)
+    Console().print(found if isinstance(found, Table) else asyncio.run(found))
 
 
 if __name__ == "__main__":

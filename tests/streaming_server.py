@@ -8,10 +8,8 @@ of the next requests; `steps`: tokens of each step, by request.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 
@@ -65,15 +63,14 @@ class StreamingServer(StandIn):
                 ),
                 parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_index=0),
             )
-            with mock.patch.dict(sys.modules, vllm=SimpleNamespace(__version__=self.version)):
-                self.proposer = Proposer(config, self.address)
+            self.proposer = Proposer(config, self.address)
             assert self.proposer._receiver is not None
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         if self.proposer:
-            self.proposer._receiver.close()
+            self.proposer.close()
 
     def get(self, path, headers):
         if path == "/version":

@@ -156,6 +156,17 @@ async def test_sampling_is_the_servers_own(server):
         assert {k: server.requests[-1][k] for k in asked} == asked
 
 
+async def test_top_k_never_comes_alone(server):
+    """It would end vLLM 0.32 on a CPU (docs/vllm-native.md)."""
+    asked = {"accept": "rejection", "temperature": 1.0, "max_tokens": 3}
+    async with joined(server) as edge:
+        for options, top_p in (({"top_k": 5}, 1 - 2**-24), ({"top_k": 5, "top_p": 0.5}, 0.5)):
+            await edge.generate(PROMPT, **asked, **options)
+            assert server.requests[-1]["top_p"] == top_p
+        await edge.generate(PROMPT, **asked)
+        assert server.requests[-1]["top_p"] == 1
+
+
 async def test_a_text_that_goes_on_draws_anew(server):
     server.die = [4]
     async with joined(server) as edge:

@@ -242,8 +242,7 @@ def vllm(monkeypatch):
 def proposer(vllm, address):
     made = Proposer(config(), address)
     yield made
-    if made._receiver:
-        made._receiver.close()
+    made.close()
 
 
 def ask(proposer: Proposer, *rows: list[int], reading=()) -> list[list[int]]:
@@ -305,7 +304,7 @@ def test_only_the_rank_that_counts_listens(vllm, address):
     vllm.rank = 0
     made = Proposer(config(tensor_parallel_size=2), address)
     assert made._receiver is not None
-    made._receiver.close()
+    made.close()
 
 
 def test_replicas_listen_beside_each_other(vllm, address, monkeypatch):
@@ -322,7 +321,7 @@ def test_an_untried_version_is_told_of(vllm, address, caplog):
         vllm.__version__, caplog.handler.records = version, []
         made = Proposer(config(), address)
         assert ("e2sci doctor" in caplog.text) is warned
-        made._receiver.close()
+        made.close()
         caplog.clear()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from e2sci.vllm_plugin.store import Store
-from e2sci.vllm_plugin.wire import Receiver, default_address
+from e2sci.vllm_plugin.wire import Drafts, Receiver, default_address
 
 log = logging.getLogger("vllm.e2sci")  # below vLLM's own, which is set up to be seen
 
@@ -64,11 +65,11 @@ class Proposer:
         output, those of this step included.
         """
         try:
-            if self._receiver is None:
-                return [[] for _ in sampled_token_ids]
-            for drafts in self._receiver.drain():
-                self._store.put(drafts.key, drafts.start, drafts.ids)
+            for drafts in self._receiver.drain() if self._receiver else ():
+                self.put(drafts)
             self._store.expire()
+            if not self._store:
+                return [[] for _ in sampled_token_ids]
             return [
                 self._behind(token_ids_cpu[row], int(num_tokens_no_spec[row])) if sampled else []
                 for row, sampled in enumerate(sampled_token_ids)
@@ -76,6 +77,16 @@ class Proposer:
         except Exception as error:
             self._say(error)
             return [[] for _ in sampled_token_ids]
+
+    def put(self, drafts: Drafts) -> None:
+        """Drafts have come."""
+        self._store.put(drafts.key, drafts.start, drafts.ids)
+
+    def close(self) -> None:
+        """Take no more drafts."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def _behind(self, row: NDArray[np.integer], length: int) -> list[int]:
         return self._store.behind(row[:length], min(self._most, self._context - length - 1))
@@ -108,12 +119,11 @@ def _replica(vllm_config: Any) -> int:
 
 
 def _warn_of_version() -> None:
-    from vllm import __version__
-
-    if not __version__.startswith(tuple(f"{known}." for known in TESTED)):
+    version = getattr(sys.modules.get("vllm"), "__version__", "")  # who asks is loaded
+    if version and not version.startswith(tuple(f"{known}." for known in TESTED)):
         log.warning(
             "E²-SCI was tried with vLLM %s, this is %s: check with `e2sci doctor` that drafts are "
             "accepted",
             " and ".join(TESTED),
-            __version__,
+            version,
         )
