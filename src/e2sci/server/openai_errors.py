@@ -24,7 +24,7 @@ log = logging.getLogger("e2sci.serve")
 _BY_CODE = {
     **dict.fromkeys(("busy", "limited"), 429),
     **dict.fromkeys(("empty_prompt", "too_long", "unsupported", "bad_token"), 400),
-    **dict.fromkeys(("draining", "unauthorized", "certificate"), 503),
+    **dict.fromkeys(("draining", "unreachable", "unauthorized", "certificate"), 503),
     **dict.fromkeys(("version", "tokenizer", "model"), 503),
 }
 """The cloud's refusals by their code (docs/protocol.md). Others are faults: 500."""
