@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from browsing import SYNC, alike, answered, chunk, shown, stream, told
+from browsing import SYNC, Visit, alike, answered, chunk, shown, stream, told
 from serving import LiveEdge
 
 pytestmark = pytest.mark.browser
@@ -89,6 +89,24 @@ def test_code_stands_in_blocks_and_characters_are_whole(visit):
     whole = "So:\n```py\na = 'é'\n```\n\nend"
     assert visit.page.locator(".answer .text").last.evaluate("each => each.textContent") == whole
     assert [text for text, _ in visit.tokens()][7:9] == ["", "é"]
+
+
+def test_notices_stand_below_the_answer(visit):
+    rests = chunk(["a"], notice="the draft rests", figures={"mode": "auto", "drafting": False})
+    visit.page.route("**/chat/completions", lambda r: r.fulfill(**stream(rests)))
+    visit.ask("hello")
+    assert visit.text(".notice") == "the draft rests"
+    assert "the draft rests" in visit.text("#figures")
+
+
+def test_an_edge_without_a_cloud_drafts_alone(browser):
+    with LiveEdge(None, name="alone") as edge:
+        visit = Visit(browser, edge).open()
+        visit.ask("hello", max_tokens=8)
+        assert visit.asked[0]["e2sci"] == {"mode": "draft", "trace": True}
+        assert {origin for _, origin in visit.tokens()} == {"drafted"}
+        assert "no cloud is there" in visit.text("#pair")
+        visit.close()
 
 
 def test_an_answer_is_copied(visit):

@@ -42,6 +42,8 @@ def test_the_charts_are_of_the_answer(visit, edge):
     [alone] = {*next(y for name, _, y in drawn["speed"] if name == "cloud alone")}
     assert alone == pytest.approx(1000 / trace[-1]["figures"]["cloud_ms"])
     assert f"{windows} windows" in visit.attribute("#timeline", "aria-label")
+    shown = visit.page.evaluate("document.querySelector('#timeline').layout.xaxis.range")
+    assert 0 <= shown[0] < shown[1]
     figures = visit.text("#figures")
     for name in ("tokens/s", "first token", "accepted", "passes", "uplink", "round trip", "sync"):
         assert name in figures
@@ -150,6 +152,20 @@ def test_a_phone_never_scrolls_sideways(browser, edge):
     assert card["x"] >= 0
     assert card["x"] + card["width"] <= PHONE["width"]
     visit.close()
+
+
+def test_nothing_moves_for_who_wants_that(browser, edge):
+    names = "getComputedStyle(document.querySelector('.text'), '::after').animationName"
+    moves = []
+    for wish in ("no-preference", "reduce"):
+        visit = Visit(browser, edge, reduced_motion=wish).open()
+        visit.page.route("**/chat/completions", lambda route: None)  # no answer for now
+        visit.begin("hello")
+        visit.page.wait_for_selector(".text", state="attached")
+        moves.append(visit.page.evaluate(names))
+        visit.page.click("#stop")
+        visit.close()
+    assert moves == ["blink", "none"]
 
 
 def test_an_answer_is_read_out_in_sentences(visit):

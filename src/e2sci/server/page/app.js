@@ -131,6 +131,7 @@ watchTokens(log, (span) => {
 // ---- the server -----------------------------------------------------------------------------
 
 let asked = null;
+let keyAsked = null;
 
 /** Who is there. A cloud that is away is looked for again. */
 async function greet() {
@@ -155,18 +156,20 @@ function state(well, text) {
   if (place.textContent !== text) place.textContent = text; // or it would be read out again
 }
 
-/** Ask for a key. @returns {Promise<boolean>} whether one was given */
+/** Ask for a key, once for all who want one. @returns {Promise<boolean>} whether one was given */
 function askForKey() {
-  const dialog = find("key");
-  if (!dialog.open) dialog.showModal();
-  return new Promise((resolve) => {
+  keyAsked ??= new Promise((resolve) => {
+    const dialog = find("key");
     dialog.addEventListener("close", () => {
       const given = dialog.returnValue === "use";
       if (given) useKey(find("key-text").value.trim());
       find("key-text").value = dialog.returnValue = "";
+      keyAsked = null;
       resolve(given);
     }, { once: true });
+    dialog.showModal();
   });
+  return keyAsked;
 }
 
 // ---- the look -------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ export class Charts {
     const follows = Number(this._at.value) === Number(this._at.max);
     this._at.max = end.toFixed(2);
     if (follows) this._at.value = this._at.max;
-    const span = Number(this._span.value) || end;
-    const until = Math.max(Math.min(span, end), Number(this._at.value));
+    const span = Number(this._span.value) || Math.max(end, 1);
+    const until = Math.max(span, Number(this._at.value));
     this._at.disabled = span >= end;
     const drawn = drawTimeline(this._tale, [until - span, until], look.color);
     this._react("timeline", drawn.traces, drawn.layout, drawn.words, look);
