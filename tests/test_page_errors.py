@@ -39,7 +39,7 @@ def test_stop_ends_it_at_both_ends(browser):
         assert visit.page.input_value("#question") == "typed meanwhile"
         assert len(visit.asked) == 1
         kept = "".join(text for text, _ in visit.tokens())
-        visit.ask("more", max_tokens=4)
+        visit.ask("more", max_tokens=4, seed=7)
         assert visit.asked[1]["messages"][1]["content"].startswith(kept)
         visit.close()
 
@@ -105,7 +105,7 @@ def test_a_question_without_an_answer_is_not_sent_again(visit):
     visit.ask("lost")
     visit.failed_loads()
     visit.page.unroute("**/chat/completions")
-    visit.ask("hello", max_tokens=4)
+    visit.ask("hello", max_tokens=4, seed=7)
     assert [message["content"] for message in visit.asked[-1]["messages"]] == ["hello"]
 
 
@@ -122,7 +122,7 @@ def test_a_key_is_asked_for(browser, one_cloud, tmp_path):
         visit.page.press("#key-text", "Enter")
         visit.page.wait_for_selector("#mode option", state="attached")
         assert len(visit.failed_loads()) == 2
-        visit.ask("hello", max_tokens=4)
+        visit.ask("hello", max_tokens=4, seed=7)
         assert visit.tokens()
         stored = visit.page.evaluate("JSON.stringify(localStorage)")
         assert secret not in stored
