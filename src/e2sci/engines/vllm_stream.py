@@ -37,9 +37,6 @@ MAX_EVENT = 1 << 20
 
 _TOKEN = "token_id:"  # how ids are spelled on request
 _LEAST = -9999.0  # how vLLM spells -inf
-# On a CPU, with speculative decoding on, vLLM 0.32 ends in a step that has top_k, no top_p and no
-# drafts. This takes less from a distribution than float32 rounds it by.
-_NEARLY_ALL = 1 - 2**-24
 _COUNTED = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "generation_tokens")
 
 
@@ -169,7 +166,7 @@ class Streaming:
             # All of them, or the defaults of the model's own generation_config.json would hold.
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_k": sampling.top_k,
-            "top_p": min(sampling.top_p, _NEARLY_ALL) if sampling.top_k else sampling.top_p,
+            "top_p": sampling.top_p,
             "min_p": 0.0,
             "repetition_penalty": sampling.repetition_penalty,
             "frequency_penalty": 0.0,

@@ -27,7 +27,7 @@ from e2sci.runtime.seat import Ended
 from e2sci.runtime.service import Service
 from e2sci.runtime.worker import now
 from e2sci.session.line import CloudModel
-from e2sci.session.messages import Open
+from e2sci.session.messages import Open, ProtocolError
 from e2sci.session.relayed import RelayedSession
 from e2sci.vllm_plugin.proposer import TESTED
 from e2sci.vllm_plugin.store import prefix_key
@@ -39,6 +39,7 @@ _PROBE = 32  # tokens
 _ANY_VOCABULARY = 256  # ids that each has
 _TRIES = 4
 _ASK_SECONDS = 10.0
+_COOL = 0.01  # the least temperature that vLLM doesn't round
 _ARRIVAL_SECONDS = 0.25  # a draft needs some ms, and a socket that is new some more
 
 
@@ -88,13 +89,15 @@ def reach(
 @dataclass(frozen=True)
 class Examined:
     """A server. `tried`: whether this release was tried with its version; `accepted`: of
-    `drafted` right draft tokens, those that came several in a step; `times`: of a step."""
+    `drafted` right draft tokens, those that took no step of their own; `samples`: whether it draws
+    what it should beside drafts; `times`: of a step."""
 
     url: str
     version: str
     tried: bool
     drafted: int
     accepted: int
+    samples: bool
     times: PassTimes
 
     @property
@@ -105,6 +108,11 @@ class Examined:
                 f"{self.url} accepts no drafts, so edges get its plain stream; start vLLM with "
                 "the --speculative-config of docs/vllm-native.md, and give --drafts the address "
                 "that it says it takes them at"
+            )
+        if not self.samples:
+            return (
+                f"{self.url} draws wrong tokens beside drafts, as vLLM's CPU builds do "
+                "(docs/vllm-native.md): requests with a temperature are refused"
             )
         known = " and ".join(TESTED)
         return "" if self.tried else f"{self.url} runs vLLM {self.version}; tried were {known}"
@@ -125,14 +133,31 @@ async def examine(server: Streaming, sender: Sender) -> Examined:
     points = [(1, plain_ms)]
     if best < plain:
         points.append((max(2, round(len(text) / best)), best_ms))
+    samples = best == plain or await _samples(server, sender)
     return Examined(
         url=server.url,
         version=version,
         tried=version.startswith(tuple(f"{known}." for known in TESTED)),
         drafted=len(text),
         accepted=max(0, plain - best),
+        samples=samples,
         times=PassTimes(tuple(points)),
     )
+
+
+async def _samples(server: Streaming, sender: Sender) -> bool:
+    """Whether what is drawn beside drafts, nearly without heat, is hardly less than the best."""
+    for seed in range(_TRIES):
+        prompt = [random.randrange(_ANY_VOCABULARY) for _ in range(16)]
+        text, _, _ = await _probe(server, prompt)
+        sender.send(Drafts(prefix_key(prompt), len(prompt), text))
+        await asyncio.sleep(_ARRIVAL_SECONDS)
+        cool = SamplingParams(temperature=_COOL, seed=seed)
+        async with aclosing(server.stream(prompt, _PROBE, cool, top=1)) as stream:
+            async for delivered in stream:
+                if any(s.log_prob < s.best[0][1] - 50 * _COOL for s in delivered.scores):
+                    return False
+    return True
 
 
 async def examined(url: str, drafts: Sequence[str], key: str | None = None) -> Examined:
@@ -219,4 +244,9 @@ class Gateway(Service):
         return all(server.failing for server in self.desk.servers)
 
     def _begin(self, opening: Open, model: CloudModel) -> RelayedSession:
+        if not opening.sampling.greedy and not all(about.samples for about in self.examined):
+            raise ProtocolError(
+                "unsupported",
+                "this build of vLLM draws wrong tokens beside drafts; set the temperature to 0",
+            )
         return RelayedSession(opening, model)

@@ -192,8 +192,8 @@ class Relay:
             self._fail(guest, ProtocolError("engine", f"the cloud failed: {error!r}"))
 
     async def _write(self, guest: Guest) -> None:
-        """Server after server, until the text has ended. Raises ProtocolError when none is left
-        that could go on."""
+        """Server after server, until the text has ended. Raises ProtocolError when all have failed
+        with no token between."""
         session, tried = guest.session, set[Server]()
         while not session.finished:
             server = self._choose(session, tried)
@@ -205,7 +205,7 @@ class Relay:
             except Busy as error:
                 server.shunned_until = now() + SHUN_SECONDS
                 log.error("request %s: %s", guest.opening.id, error)
-                tried = {server} if session.written > written else tried | {server}
+                tried = set() if session.written > written else tried | {server}
                 if len(tried) == len(self.servers):
                     raise ProtocolError(
                         "unreachable",
