@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -21,28 +20,52 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent.parent / "images"
 LARGEST = 150_000
+STEPS = 51  # of brightness, where a picture is too large
 QUESTION = "Write a Python function that says whether a number is prime."
 ANSWER_MS = 300_000
-KEPT = """localStorage.setItem("e2sci.settings", JSON.stringify({max_tokens: "160"}))"""
+KEPT = """localStorage.setItem("e2sci.settings", JSON.stringify({max_tokens: "120"}))"""
 DRAWN_MS = 2_500  # what the last redraw may take
 
 
-def chat(page: Page) -> None:
-    """An answer, and the card of a token that was put right."""
-    ask(page, QUESTION)
-    page.locator(".answer .token.corrected, .answer .token.filled").last.hover()
+def main() -> None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)))
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        desk(opened(browser, sys.argv[1], width=1360, height=820))
+        phone(opened(browser, sys.argv[1], width=360, height=740))
+        browser.close()
 
 
-def charts(page: Page) -> None:
-    """A tolerant rule, whose divergences and threshold are drawn."""
-    page.select_option("#accept", "elastic")
-    ask(page, QUESTION)
+def desk(page: Page) -> None:
+    """An answer with the card of a token that was put right, in both colours; then the charts of a
+    tolerant rule, whose divergences and threshold are drawn."""
     page.select_option("#span", "10")
+    ask(page, QUESTION)
+    page.locator(".answer .token.corrected").nth(1).hover()
+    save(page.screenshot(), "page")
+    page.emulate_media(color_scheme="dark")
     page.wait_for_timeout(DRAWN_MS)
+    save(page.screenshot(), "page-dark")
+    page.emulate_media(color_scheme="light")
+    page.select_option("#accept", "elastic")
+    page.click("#new")
+    ask(page, QUESTION)
+    save(page.locator("#instruments").screenshot(), "page-charts")
 
 
 def phone(page: Page) -> None:
     ask(page, "Why is the sky blue? Answer in three sentences.")
+    save(page.screenshot(), "page-phone")
+
+
+def opened(browser: Browser, url: str, *, width: int, height: int) -> Page:
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(url)
+    page.evaluate(KEPT)
+    page.reload()
+    page.wait_for_selector("#mode option", state="attached")
+    return page
 
 
 def ask(page: Page, question: str) -> None:
@@ -53,47 +76,16 @@ def ask(page: Page, question: str) -> None:
     page.wait_for_timeout(DRAWN_MS)
 
 
-SHOTS: dict[str, tuple[int, int, str, Callable[[Page], None]]] = {
-    "page": (1440, 900, "light", chat),
-    "page-dark": (1440, 900, "dark", chat),
-    "page-charts": (1440, 900, "light", charts),
-    "page-phone": (360, 740, "light", phone),
-}
-"""Width, height, colours, and what is done, by file name."""
-
-
-def main() -> None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)))
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for name in SHOTS:
-            save(shot(browser, name, sys.argv[1]), IMAGES / f"{name}.png")
-        browser.close()
-
-
-def shot(browser: Browser, name: str, url: str) -> bytes:
-    width, height, scheme, act = SHOTS[name]
-    size = {"width": width, "height": height}
-    context = browser.new_context(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
-    page = context.new_page()
-    page.goto(url)
-    page.evaluate(KEPT)
-    page.reload()
-    page.wait_for_selector("#mode option", state="attached")
-    act(page)
-    if name == "page-charts":
-        return page.locator("#instruments").screenshot()
-    return page.screenshot()
-
-
-def save(data: bytes, path: Path) -> None:
-    """With as many colours as fit into the size that a page may carry."""
+def save(data: bytes, name: str) -> None:
+    """With coarser colours if it would be larger than a page's picture may be."""
+    path = IMAGES / f"{name}.png"
     whole = Image.open(BytesIO(data)).convert("RGB")
     whole.save(path, optimize=True)
     if path.stat().st_size > LARGEST:
-        whole.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
-    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+        whole.point([round(v / 255 * STEPS) * 255 // STEPS for v in range(256)] * 3).save(
+            path, optimize=True
+        )  # a palette would lose the origins' colours, which are on few pixels
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":

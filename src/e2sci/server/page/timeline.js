@@ -13,6 +13,8 @@ const FATES = {
   flying: ["soft", ".", "in flight"],
 };
 
+const THICK = 0.85; // of a row
+
 /**
  * @param {import("./tale.js").Tale} tale @param {[number, number]} range seconds that are shown
  * @param {Object<string, string>} color by name
@@ -32,7 +34,6 @@ export function drawTimeline(tale, range, color) {
   const layout = {
     height: 96 + 13 * rows,
     barmode: "overlay",
-    bargap: 0.15,
     margin: { l: 58, r: 8, t: 22, b: 30 },
     xaxis: { range, title: { text: "seconds", standoff: 4 } },
     yaxis: { range: [rows + 1.7, -0.7], showgrid: false, zeroline: false, ...labels },
@@ -48,6 +49,7 @@ function bars(flights, [name, shape, fate], color, now) {
   return {
     type: "bar",
     orientation: "h",
+    width: THICK,
     name: fate,
     y: flights.map((each) => each.lane + 1),
     base: flights.map((each) => each.ms / 1000),
@@ -68,6 +70,7 @@ function drafting(flights, color) {
   return {
     type: "bar",
     orientation: "h",
+    width: THICK,
     name: "drafting",
     y: flights.map(() => 0),
     base: flights.map((each) => each.from / 1000),
