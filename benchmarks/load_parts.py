@@ -127,6 +127,7 @@ def memory() -> Figures:
                 # Few texts, since the synthetic engine keeps what it computed (up to a bound).
                 for i in range(n // 4):
                     options: Figures = {
+                        "mode": "pipelined",
                         "max_tokens": 8,
                         "raw": True,
                         "seed": i % 16,
@@ -226,9 +227,9 @@ def wrong() -> Figures:
     neighbours' tokens a second beside it, against beside a plain stream."""
     rows = {}
     for name, options in (
-        ("pipelined", {}),
-        ("pipelined, W = 16", {"window": 16}),
-        ("without fill", {"fill": False}),
+        ("pipelined", {"mode": "pipelined"}),
+        ("pipelined, W = 16", {"mode": "pipelined", "window": 16}),
+        ("without fill", {"mode": "pipelined", "fill": False}),
         ("synchronous, W = 16", {"mode": "sync", "window": 16}),
     ):
         hostile, plain = _beside(options), _beside({"mode": "cloud"})
@@ -266,7 +267,7 @@ def _beside(options: Figures, neighbours: int = 7, tokens: int = 300) -> Figures
             endless: Figures = {"max_tokens": 2000, "logit_bias": ENDLESS}
             noise = asyncio.create_task(one.generate("go", **endless, **options))
             jobs = [
-                e.generate(f"n{i}", max_tokens=tokens, logit_bias=ENDLESS)
+                e.generate(f"n{i}", mode="pipelined", max_tokens=tokens, logit_bias=ENDLESS)
                 for i, e in enumerate(others)
             ]
             results = await asyncio.gather(*jobs)

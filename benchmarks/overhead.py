@@ -101,12 +101,13 @@ def main() -> None:
     served = serving(target)
     edge = Edge(at_cloud.run(served.__aenter__()), draft)
     at_edge.run(edge.__aenter__())
-    at_edge.run(edge.generate(CODE[0], max_tokens=8))
+    at_edge.run(edge.generate(CODE[0], mode="pipelined", max_tokens=8))
+    limits = {"mode": "pipelined", "fill": False, "max_tokens": args.max_tokens}
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     for prompt in track(CODE[:ROUNDS], "rounds"):
         for name, settings in METHODS.items():
             before = (at_edge.cpu() + draft.outside, at_cloud.cpu() + target.outside)
-            call = edge.generate(prompt, max_tokens=args.max_tokens, fill=False, **settings)
+            call = edge.generate(prompt, **limits, **settings)
             tokens = len(at_edge.run(call).token_ids)
             after = (at_edge.cpu() + draft.outside, at_cloud.cpu() + target.outside)
             spent = [1000 * (b - a) / tokens for a, b in zip(before, after, strict=True)]

@@ -55,7 +55,11 @@ async def main() -> None:
             alone = (
                 await edge.generate(prompt, mode="cloud", max_tokens=args.max_tokens)
             ).token_ids
-            both = (await edge.generate(prompt, fill=False, max_tokens=args.max_tokens)).token_ids
+            both = (
+                await edge.generate(
+                    prompt, mode="pipelined", fill=False, max_tokens=args.max_tokens
+                )
+            ).token_ids
             if alone != both:
                 at = next(
                     (i for i, (a, b) in enumerate(zip(alone, both, strict=False)) if a != b),

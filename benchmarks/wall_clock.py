@@ -4,6 +4,7 @@ Every round runs all methods on one prompt, one after the other, so that a noisy
 alike; figures are medians over rounds, with their range. Ratios are taken within a round.
 
     python benchmarks/wall_clock.py [--rounds 5] [--rtt 40] [--max-tokens 128] [--json FILE]
+        [--methods cloud,auto]
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sd": {"mode": "sync"},
     "fsd": {"mode": "sync", "accept": "fuzzy", "threshold": 0.2},
     "strict": {"mode": "pipelined"},
+    "auto": {"mode": "auto"},
     "elastic": {"mode": "pipelined", "accept": "elastic", "threshold": 0.2},
     "elastic-regret": {"mode": "pipelined", "accept": "elastic", "measure": "regret"},
 }
@@ -67,12 +69,12 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Result]] = []
     async with edge_over(url, engine, profile) as edge:
         drafted = await edge.generate(CODE[0], mode="draft", max_tokens=32)
-        await edge.generate(CODE[0], max_tokens=16)
+        await edge.generate(CODE[0], mode="pipelined", max_tokens=16)
         for i in track(range(args.rounds), "rounds"):
             results = {}
-            for name, settings in METHODS.items():
+            for name in args.methods:
                 results[name] = await edge.generate(
-                    CODE[i % len(CODE)], max_tokens=args.max_tokens, **settings
+                    CODE[i % len(CODE)], max_tokens=args.max_tokens, **METHODS[name]
                 )
             rounds.append(results)
         draft_ms = 1000 / drafted.stats.decode_tokens_per_s
@@ -86,7 +88,7 @@ def report(
 ) -> dict[str, Any]:
     """Figures by method."""
     methods = {}
-    for name in METHODS:
+    for name in rounds[0]:
         results = [r[name] for r in rounds]
         speeds = [r.stats.tokens_per_s for r in results]
         ratios = [r[name].stats.tokens_per_s / r["cloud"].stats.tokens_per_s for r in rounds]
@@ -143,11 +145,20 @@ def show(figures: dict[str, Any]) -> None:
     console.print(f"draft {figures['draft_ms']:.1f} ms a token; pass ms by tokens {passes}")
 
 
+def methods(value: str) -> list[str]:
+    """Names with commas; the cloud, to which all are compared, comes first."""
+    names = list(dict.fromkeys(["cloud", *value.split(",")]))
+    if not METHODS.keys() >= set(names):
+        raise argparse.ArgumentTypeError(f"there are {', '.join(METHODS)}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rtt", type=float, default=40.0)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--methods", type=methods, default=list(METHODS), help="some; with cloud")
     parser.add_argument("--json", help="also write the raw figures here")
     args = parser.parse_args()
     with ExitStack() as stack:

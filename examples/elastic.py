@@ -14,13 +14,14 @@ from e2sci import BlockingEdge, load_engine
 
 cloud, draft = sys.argv[1:] or ("ws://127.0.0.1:7071", "qwen2.5-coder")
 ways = {
-    "strict": {"accept": "strict"},
+    "strict": {},
     "elastic": {"accept": "elastic", "measure": "regret", "threshold": 0.5, "trace": True},
 }
 
+common = {"mode": "pipelined", "fill": False, "max_tokens": 150}
 with BlockingEdge(cloud, load_engine(draft, "draft")) as edge:
     for name, options in ways.items():
-        result = edge.generate("Is 97 prime?", max_tokens=150, fill=False, **options)
+        result = edge.generate("Is 97 prime?", **common, **options)
         stats = result.stats
         origins = Counter(commit.origin.value for commit in result.commits)
         print(f"{name}: {len(result.token_ids)} tokens, {stats.cloud_passes} passes, {origins}")

@@ -20,9 +20,10 @@ from websockets.asyncio.client import connect as websocket_connect
 from e2sci.decoding.distribution import Dense
 from e2sci.engines.base import fingerprint
 from e2sci.engines.synthetic import EOS, REAL_VOCAB, Synthetic, SyntheticConfig, SyntheticTokenizer
+from e2sci.runtime import edge as runtime
 from e2sci.runtime.admission import Limits
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import BlockingEdge, Edge
+from e2sci.runtime.options import Options
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import memory_pair
@@ -31,6 +32,22 @@ from e2sci.session.messages import Hello, Message, decode_message, encode_messag
 
 TIMES = PassTimes(((1, 1.0), (32, 1.0)))
 HOST = "127.0.0.1"
+PIPELINED = Options(mode="pipelined")
+
+
+class Edge(runtime.Edge):
+    """One that writes pipelined unless told otherwise. What auto chooses hangs on times, and those
+    are here what else the machine has to do."""
+
+    def __init__(self, *args, options=PIPELINED, **more) -> None:
+        super().__init__(*args, options=options, **more)
+
+
+class BlockingEdge(runtime.BlockingEdge):
+    """The same for an Edge without asyncio."""
+
+    def __init__(self, *args, options=PIPELINED, **more) -> None:
+        super().__init__(*args, options=options, **more)
 
 
 class Watched(Synthetic):

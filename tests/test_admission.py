@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from e2sci.decoding.distribution import pack_ids
 from e2sci.runtime.admission import Bucket, Client, Ledger, Limits
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.service import _Connection
 from e2sci.runtime.transport import memory_pair
 from e2sci.session.messages import Opened, ProtocolError, Window
-from live import LiveCloud, Watched, draft, pair, raw_client
+from live import Edge, LiveCloud, Watched, draft, pair, raw_client
 from world import PROMPT, opening
 
 

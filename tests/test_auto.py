@@ -11,6 +11,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Options, Result
 from e2sci.runtime.passes import PassTimes
+from e2sci.server.openai_requests import DEFAULTS
 from e2sci.session.edge import Origin
 from live import LiveCloud
 from world import DRAFT, World, opening
@@ -382,9 +384,17 @@ def test_a_rest_survives_the_loss_of_the_cloud() -> None:
 # ---- the command line ---------------------------------------------------------------------
 
 
+def test_it_is_what_one_gets_who_asks_for_nothing() -> None:
+    assert Options().mode == DEFAULTS.mode == "auto"
+    with click.Context(main) as ctx:
+        for name in ("run", "chat", "serve"):
+            [mode] = [p for p in main.get_command(ctx, name).params if p.name == "mode"]
+            assert mode.default == "auto"
+
+
 def test_the_command_line(cloud: LiveCloud) -> None:
     asked = ["run", "hello", "--cloud", cloud.url, "--draft", "synthetic:seed=11", "--json"]
-    done = CliRunner().invoke(main, [*asked, "--mode", "auto", "--gamma", "1"])
+    done = CliRunner().invoke(main, [*asked, "--gamma", "1"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert said["stats"]["mode"] in ("cloud", "sync", "pipelined")

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from e2sci.cli import main
 from e2sci.engines.synthetic import REAL_VOCAB, SyntheticConfig
 from e2sci.runtime.admission import Limits
-from e2sci.runtime.edge import BlockingEdge
 from e2sci.server import keys as store
 from live import (
     HOST,
+    BlockingEdge,
     LiveCloud,
     LivePeer,
     Named,

@@ -18,10 +18,9 @@ from e2sci.runtime.admission import Client
 from e2sci.runtime.caches import Caches
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.connection import EdgeError
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.text import prompt_ids
 from e2sci.runtime.transport import memory_pair
-from live import TIMES, Watched, cached, draft, idle, pair, until
+from live import TIMES, Edge, Watched, cached, draft, idle, pair, until
 
 ENDLESS = {EOS: -100.0}
 DIVERGES = SyntheticConfig(seed=11, divergence=0.5)

@@ -233,7 +233,7 @@ def test_contradictions_are_told():
     talk = talking(accept="elastic")
     with pytest.raises(ValueError, match="mode cloud is the target alone"):
         talk.take("/mode cloud")
-    assert talk.options.mode == "pipelined"
+    assert talk.options.mode == Options.mode
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path):

@@ -10,12 +10,11 @@ from e2sci.decoding.sampling import History, SamplingParams, pick
 from e2sci.engines.base import Step
 from e2sci.engines.synthetic import REAL_VOCAB
 from e2sci.runtime import recovery as recovery_module
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.request import CloudLost
 from e2sci.runtime.text import prompt_ids
 from e2sci.session.edge import Origin
 from e2sci.session.messages import Error, ProtocolError
-from live import Named, Watched, cached, draft, target, until
+from live import Edge, Named, Watched, cached, draft, target, until
 from replicas import ENDLESS, Site, alone, busy, midway, sites, slow
 
 

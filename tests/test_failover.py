@@ -11,10 +11,9 @@ from e2sci.decoding.distribution import pack_ids
 from e2sci.runtime import clouds as clouds_module
 from e2sci.runtime import connection as connection_module
 from e2sci.runtime.connection import CloudUnreachable, EdgeError, Refused
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.request import CloudLost
 from e2sci.session.messages import Error, Open, Opened, ProtocolError, Verdict
-from live import LiveCloud, LivePeer, Named, RawClient, draft, until
+from live import Edge, LiveCloud, LivePeer, Named, RawClient, draft, until
 from replicas import ENDLESS, Script, Site, alone, busy, midway, sites, slow, welcome
 from test_docs import PROTOCOL, bare, section, table
 

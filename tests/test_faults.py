@@ -15,10 +15,9 @@ import pytest
 
 from e2sci.engines.synthetic import EOS, Synthetic
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge
 from e2sci.server.cloud_app import listening
 from e2sci.session.messages import Finished, Opened, ProtocolError, Verdict, decode_message
-from live import HOST, TIMES, draft, free_port, idle, listens, process, target, until
+from live import HOST, TIMES, Edge, draft, free_port, idle, listens, process, target, until
 from replicas import Inline, Proxy, Site, cut_within
 from world import DRAFT, World, alone, opening
 

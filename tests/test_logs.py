@@ -14,14 +14,13 @@ from websockets.asyncio.client import connect
 from e2sci.decoding.distribution import pack_ids
 from e2sci.engines.synthetic import EOS
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.transport import Dial
 from e2sci.server import keys as store
 from e2sci.server import logs
 from e2sci.server.cloud_app import listening
 from e2sci.server.keys import Keys
 from e2sci.session.messages import Cancel, Open, Window
-from live import HOST, TIMES, RawClient, Watched, draft
+from live import HOST, TIMES, Edge, RawClient, Watched, draft
 
 SECRET = "plum tart for the ambassador"
 ENDLESS = {"logit_bias": {EOS: -100.0}}

@@ -15,7 +15,6 @@ from e2sci.engines.synthetic import EOS, Synthetic, SyntheticConfig
 from e2sci.runtime.admission import Client, Ledger, Limits
 from e2sci.runtime.cloud import Cloud
 from e2sci.runtime.connection import Refused
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.text import template_print
 from e2sci.runtime.transport import memory_pair
@@ -27,7 +26,7 @@ from e2sci.session.messages import (
     decode_message,
     encode_message,
 )
-from live import TIMES, Watched, draft, idle, pair, target, until
+from live import TIMES, Edge, Watched, draft, idle, pair, target, until
 from world import PROMPT, opening
 
 ENDLESS = {"logit_bias": {EOS: -100.0}}

@@ -15,18 +15,8 @@ from e2sci.cli import main
 from e2sci.decoding.distribution import pack_ids
 from e2sci.engines.base import Step
 from e2sci.engines.synthetic import EOS
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.text import prompt_ids
-from live import (
-    LiveCloud,
-    Scripted,
-    Watched,
-    cached,
-    draft,
-    pair,
-    raw_client,
-    target,
-)
+from live import Edge, LiveCloud, Scripted, Watched, cached, draft, pair, raw_client, target
 from ways import RULES, WAYS, every_way, text_alone
 from world import opening
 

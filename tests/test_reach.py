@@ -16,12 +16,11 @@ from websockets.http11 import Response
 
 from e2sci.cli import main
 from e2sci.runtime.connection import CloudUnreachable, Refused
-from e2sci.runtime.edge import BlockingEdge, Edge
 from e2sci.runtime.transport import MAX_KEY, Dial, is_loopback
 from e2sci.server import keys as store
 from e2sci.server.cloud_app import tls_context
 from e2sci.server.keys import Keys
-from live import HOST, LiveCloud, Watched, draft, free_port
+from live import HOST, BlockingEdge, Edge, LiveCloud, Watched, draft, free_port
 
 DRAFT = "synthetic:seed=11,divergence=0.5"
 KEY = "e2sci_sesame_" + "0123456789abcdef" * 4

@@ -14,10 +14,10 @@ from e2sci.engines.base import Engine, Step, fingerprint
 from e2sci.engines.load import load_engine
 from e2sci.engines.memory import KEPT, Remembering
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
 from e2sci.runtime.text import prompt_ids
 from e2sci.server.cloud_app import listening
+from live import Edge
 
 pytestmark = pytest.mark.models
 

@@ -13,10 +13,9 @@ from e2sci.emulation.link import LinkProfile
 from e2sci.emulation.proxy import Link
 from e2sci.engines.synthetic import Synthetic, SyntheticConfig
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.request import CloudLost
 from e2sci.server.cloud_app import listening
-from live import TIMES, LiveCloud, Watched, draft, idle, pair, target, until
+from live import TIMES, Edge, LiveCloud, Watched, draft, idle, pair, target, until
 
 GREEDY = {"max_tokens": 60}
 SAMPLED = {"max_tokens": 60, "temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}

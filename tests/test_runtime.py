@@ -13,11 +13,10 @@ from e2sci.decoding.sampling import SamplingParams
 from e2sci.engines.base import text_of
 from e2sci.engines.synthetic import EOS, SyntheticConfig
 from e2sci.runtime.connection import CloudUnreachable
-from e2sci.runtime.edge import BlockingEdge, Edge
 from e2sci.runtime.options import Options
 from e2sci.runtime.text import prompt_ids
 from e2sci.runtime.transport import ChannelClosed
-from live import LiveCloud, Watched, cached, draft, idle, pair, target, until
+from live import BlockingEdge, Edge, LiveCloud, Watched, cached, draft, idle, pair, target, until
 from world import alone, opening
 
 RULES = ["strict", "rejection", "fuzzy", "elastic", "typical"]

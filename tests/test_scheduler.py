@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from e2sci.engines.synthetic import EOS, Synthetic, SyntheticConfig
 from e2sci.runtime.admission import Limits
 from e2sci.runtime.connection import Refused
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes, measure_passes
 from e2sci.runtime.scheduler import PREFILL, Scheduler
 from e2sci.runtime.seat import Arrivals
@@ -19,7 +18,7 @@ from e2sci.runtime.worker import ThreadWorker
 from e2sci.session.cloud import CloudSession
 from e2sci.session.line import CloudModel
 from e2sci.session.messages import Error, Verdict
-from live import TIMES, LiveCloud, Watched, draft, idle, pair, raw_client, target, until
+from live import TIMES, Edge, LiveCloud, Watched, draft, idle, pair, raw_client, target, until
 from world import PROMPT, opening
 
 FLAT = TIMES

@@ -317,7 +317,8 @@ def test_offsets_count_from_the_prompt_whatever_it_is(edge):
 @pytest.mark.parametrize("usage", [False, True])
 def test_figures_come_last(edge, usage):
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    chunks = streamed(edge, max_tokens=30, temperature=0, **options)
+    own = {"e2sci": {"mode": "pipelined"}}
+    chunks = streamed(edge, max_tokens=30, temperature=0, extra_body=own, **options)
     assert [hasattr(c, "e2sci") for c in chunks] == [False] * (len(chunks) - 1) + [True]
     own = chunks[-1].e2sci
     assert set(own) == {"request_id", "seed", "notices", "stats"}
@@ -338,7 +339,8 @@ def test_ids_agree_everywhere(edge):
 
 
 def test_rules_by_request_and_by_default(one_cloud):
-    defaults = options_from(DEFAULTS, {"accept": "elastic", "threshold": 0.3, "temperature": 0.0})
+    named = {"mode": "pipelined", "accept": "elastic", "threshold": 0.3, "temperature": 0.0}
+    defaults = options_from(DEFAULTS, named)
     with LiveEdge(one_cloud, defaults=defaults) as edge:
 
         def rule(**own):
@@ -353,7 +355,7 @@ def test_rules_by_request_and_by_default(one_cloud):
         assert rule(threshold=0.01)[2] < 0.02
         assert rule(mode="auto", gamma=1.5)[1] == "elastic"
         assert rule(mode="draft") == ("draft", "strict", None)
-    with LiveEdge(one_cloud, defaults=options_from(DEFAULTS, {"mode": "auto", "gamma": 2})) as edge:
+    with LiveEdge(one_cloud, defaults=options_from(DEFAULTS, {"gamma": 2})) as edge:
         for own in ({}, {"mode": "sync"}, {"mode": "cloud"}, {"accept": "typical"}, {"window": 3}):
             assert chat(edge, max_tokens=5, extra_body={"e2sci": own}).usage.total_tokens
 

@@ -14,11 +14,10 @@ from e2sci.emulation.link import LinkProfile
 from e2sci.emulation.proxy import Link
 from e2sci.engines.synthetic import EOS
 from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.transport import framed
 from e2sci.server.cloud_app import listening
 from e2sci.session.messages import Open, Window, encode_message
-from live import TIMES, draft, target, until
+from live import TIMES, Edge, draft, target, until
 
 ENDLESS = {"logit_bias": {EOS: -100.0}, "max_tokens": 60}
 

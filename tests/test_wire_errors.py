@@ -13,7 +13,6 @@ from e2sci.engines.base import ContextFull, Step, fingerprint
 from e2sci.engines.synthetic import REAL_VOCAB, SyntheticConfig
 from e2sci.runtime.admission import Limits
 from e2sci.runtime.connection import EdgeError, Refused
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.request import CloudLost
 from e2sci.session.messages import (
     MAX_FRAME,
@@ -29,7 +28,18 @@ from e2sci.session.messages import (
     Window,
     encode_message,
 )
-from live import LiveCloud, LivePeer, RawClient, Watched, cached, draft, pair, raw_client, target
+from live import (
+    Edge,
+    LiveCloud,
+    LivePeer,
+    RawClient,
+    Watched,
+    cached,
+    draft,
+    pair,
+    raw_client,
+    target,
+)
 from world import opening
 
 

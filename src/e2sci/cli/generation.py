@@ -40,7 +40,7 @@ _OPTIONS = (
     click.option(
         "--mode",
         type=click.Choice(get_args(Mode)),
-        default="pipelined",
+        default=Options.mode,
         show_default=True,
         help="Target alone, draft alone, classic speculative decoding, overlapping, or what pays.",
     ),
@@ -84,12 +84,16 @@ _OPTIONS = (
         default=None,
         help="Accept whenever draft and target pick the same.  [default: all rules but fuzzy]",
     ),
-    click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]"),
+    click.option(
+        "--window",
+        type=int,
+        help="Draft tokens sent together.  [default: 4; sync 5; auto: what pays]",
+    ),
     click.option("--lookahead", type=int, default=64, show_default=True, help="Unjudged tokens."),
     click.option(
         "--fill/--no-fill",
         default=None,
-        help="Let the cloud decode while no draft is there.  [default: pipelined only]",
+        help="The cloud decodes while no draft is there.  [default: pipelined; auto: if it pays]",
     ),
     click.option("--max-tokens", type=int, default=256, show_default=True),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy."),

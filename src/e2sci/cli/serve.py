@@ -37,7 +37,7 @@ from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Mode, OnCloudLoss
 from e2sci.server import logs
 from e2sci.server.keys import Keys
-from e2sci.server.openai_requests import DEFAULT_MODE, DEFAULTS, REQUESTS
+from e2sci.server.openai_requests import DEFAULTS, REQUESTS
 from e2sci.server.signals import signals
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def origin(value: str) -> str:
 @click.option(
     "--mode",
     type=click.Choice(get_args(Mode)),
-    default=DEFAULT_MODE,
+    default=DEFAULTS.mode,
     show_default=True,
     help="How requests are written that don't say; as in `e2sci run`, like the next eight.",
 )
@@ -109,7 +109,9 @@ def origin(value: str) -> str:
     help="Elastic: thresholds from `e2sci calibrate`.  [default pair: the shipped ones]",
 )
 @click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
-@click.option("--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5]")
+@click.option(
+    "--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5; auto: what pays]"
+)
 @click.option(
     "--on-cloud-loss",
     type=click.Choice(get_args(OnCloudLoss)),

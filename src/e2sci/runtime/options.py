@@ -40,8 +40,8 @@ class Options:
 
     `window`: draft tokens sent together; `lookahead`: unjudged tokens at most; `eta`: how much of
     itself the lookahead grows by on positive feedback. `fill`: let the cloud decode by itself while
-    no draft is there (None: in pipelined mode). `stop`: texts that end the output. `raw`: no chat
-    template. `trace`: record every judgement.
+    no draft is there (None: in pipelined mode, and in auto where it pays). `stop`: texts that end
+    the output. `raw`: no chat template. `trace`: record every judgement.
 
     `on_cloud_loss`: what to do when no cloud is left in mid-answer: `wait` for one as long as the
     edge is patient, let the `draft` go on alone until one is back (what it writes is nobody's but
@@ -52,7 +52,7 @@ class Options:
     so it has divergences only where the rule needs them, and it goes with any mode.
     """
 
-    mode: Mode = "pipelined"
+    mode: Mode = "auto"
     gamma: float = 0.0
     accept: RuleName = "strict"
     measure: Measure = "js"

@@ -22,8 +22,7 @@ from e2sci.runtime.edge import options_from
 from e2sci.runtime.options import Mode, OnCloudLoss, Options
 from e2sci.runtime.text import Chat, Prompt
 
-DEFAULT_MODE: Mode = "pipelined"
-DEFAULTS = Options(mode=DEFAULT_MODE, sampling=SamplingParams(temperature=1.0))
+DEFAULTS = Options(sampling=SamplingParams(temperature=1.0))
 """What a request gets that names nothing: OpenAI's temperature, and the target's own text."""
 REQUESTS = 32
 """Requests at once, those that wait for the draft model included; the next one gets 429."""
