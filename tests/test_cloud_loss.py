@@ -113,7 +113,7 @@ async def test_the_draft_finishes_alone_where_no_cloud_will_have_the_text(why, m
         if why == "too long":
             a.refusals = [ProtocolError("too_long", "no room for that")]
         if why == "another model":
-            a.cloud.engine.info = Named("other").info
+            a.cloud.info = Named("other").info
         a.cut()
 
     async with sites(a), Edge(a, draft(), patience=5) as edge:
