@@ -177,7 +177,8 @@ def test_a_retry_is_another_answer(cloud, tmp_path):
 
 
 def test_choices_bring_their_details_along():
-    talk = talking(accept="elastic", threshold=0.1, measure="regret", window=3)
+    given = {"mode": "pipelined", "accept": "elastic", "threshold": 0.1, "measure": "regret"}
+    talk = talking(**given, window=3)
     assert talk.take("/accept") == "accept elastic"
     assert talk.take("/accept strict") == "accept strict"
     assert (talk.options.threshold, talk.options.measure) == (None, "js")
@@ -185,9 +186,7 @@ def test_choices_bring_their_details_along():
     assert talk.options.window is None
     talk.take("/accept elastic")
     talk.take("/mode pipelined")
-    assert (
-        talk.options == talking(accept="elastic", threshold=0.1, measure="regret", window=3).options
-    )
+    assert talk.options == talking(**given, window=3).options
 
 
 def test_a_system_message_comes_and_goes():

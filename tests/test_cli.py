@@ -94,7 +94,7 @@ def calibrated(tmp_path, draft, t):
 
 
 def test_elastic_takes_its_thresholds_from_a_calibration(cloud, tmp_path):
-    ask = ("hello", "--max-tokens", "60", "--no-fill", "--json", "--accept")
+    ask = ("hello", "--max-tokens", "60", "--mode=pipelined", "--no-fill", "--json", "--accept")
     strict = json.loads(run(cloud, *ask, "strict").stdout)
     none, loose = (
         run(cloud, *ask, "elastic", "--calibration", calibrated(tmp_path, DRAFT, t))
@@ -122,12 +122,12 @@ def test_a_calibration_that_does_not_fit(cloud, tmp_path, draft, options, said):
 
 
 def test_lossy_rules_say_their_credit(cloud):
-    stats = as_json(cloud, "hello", "--accept", "elastic", "--no-fill", "--max-tokens", "40")[
-        "stats"
-    ]
+    stats = as_json(
+        cloud, "hello", "--accept", "elastic", "--mode=pipelined", "--no-fill", "--max-tokens", "40"
+    )["stats"]
     assert 0 <= stats["credit"] <= 1
     assert 0.05 <= stats["threshold"] <= 0.35
-    short = ["hello", "--no-fill", "--max-tokens", "20"]
+    short = ["hello", "--mode=pipelined", "--no-fill", "--max-tokens", "20"]
     stats = as_json(cloud, *short, "--accept", "fuzzy", "--threshold", "0.1")["stats"]
     assert stats["threshold"] == 0.1
     stats = as_json(cloud, *short)["stats"]
@@ -176,7 +176,7 @@ def test_stop_strings(cloud):
 @pytest.mark.parametrize("accept", ["strict", "fuzzy", "elastic", "typical", "rejection"])
 def test_trace(cloud, tmp_path, accept):
     path = tmp_path / "trace.jsonl"
-    said = as_json(cloud, "hello", "--accept", accept, "--no-fill", "--trace", str(path),
+    said = as_json(cloud, "hello", "--accept", accept, "--mode=pipelined", "--no-fill", "--trace", str(path),
                    "--temperature", "0.7", "--max-tokens", "40")  # fmt: skip
     records = [json.loads(line) for line in path.read_text().splitlines()]
     stats, first = said["stats"], said["usage"]["prompt_tokens"]
@@ -207,8 +207,10 @@ def test_trace(cloud, tmp_path, accept):
 
 
 def test_show_origin(cloud):
-    plain = run(cloud, "hello", "--max-tokens", "40", "--no-fill")
-    result = run(cloud, "hello", "--max-tokens", "40", "--no-fill", "--show-origin")
+    plain = run(cloud, "hello", "--max-tokens", "40", "--mode=pipelined", "--no-fill")
+    result = run(
+        cloud, "hello", "--max-tokens", "40", "--mode=pipelined", "--no-fill", "--show-origin"
+    )
     assert result.stdout == plain.stdout
     legend = result.stderr.splitlines()[0]
     assert LEGEND[Origin.AGREED] in legend
