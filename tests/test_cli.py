@@ -176,8 +176,8 @@ def test_stop_strings(cloud):
 @pytest.mark.parametrize("accept", ["strict", "fuzzy", "elastic", "typical", "rejection"])
 def test_trace(cloud, tmp_path, accept):
     path = tmp_path / "trace.jsonl"
-    said = as_json(cloud, "hello", "--accept", accept, "--mode=pipelined", "--no-fill", "--trace", str(path),
-                   "--temperature", "0.7", "--max-tokens", "40")  # fmt: skip
+    said = as_json(cloud, "hello", "--accept", accept, "--mode=pipelined", "--no-fill",
+                   "--trace", str(path), "--temperature", "0.7", "--max-tokens", "40")  # fmt: skip
     records = [json.loads(line) for line in path.read_text().splitlines()]
     stats, first = said["stats"], said["usage"]["prompt_tokens"]
     assert stats["accepted"] > 0
