@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 
 from e2sci.emulation.link import LinkProfile
 from e2sci.emulation.wire import link_pair
-from e2sci.runtime.edge import Edge
 from e2sci.runtime.gateway import Gateway, reach
 from e2sci.runtime.passes import PassTimes
-from live import draft, until
+from live import Edge, draft, until
 from remote_servers import DESCRIPTION
 
 DIRECT = LinkProfile(rtt_ms=0)

@@ -204,7 +204,7 @@ def test_the_legend_is_a_filter(visit):
 def test_settings_are_what_is_asked_for(visit):
     visit.ask("hello", max_tokens=5)
     assert visit.asked[0]["e2sci"] == {
-        "mode": "pipelined", "accept": "strict", "trace": True,
+        "mode": "auto", "accept": "strict", "trace": True,
     }  # fmt: skip
     assert visit.asked[0]["temperature"] == 1
     assert "seed" not in visit.asked[0]
