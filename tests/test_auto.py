@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from e2sci.cli import main
 from e2sci.emulation.clock import run
-from e2sci.emulation.device import Device, Metered
+from e2sci.emulation.device import Device, DeviceProfile, Metered
 from e2sci.emulation.link import LinkProfile
 from e2sci.emulation.profile import PROFILES, Profile, from_dict
 from e2sci.emulation.wire import LinkEnd, link_pair
@@ -328,6 +328,35 @@ def test_a_cloud_that_is_busier_than_it_says() -> None:
     plain = play(busy, GOOD, told=with_draft(70), mode="pipelined")
     assert story.rate(since=100) >= 0.97 * plain.rate(since=100) > 1.3 * 5
     assert story.results[0].notices[-1] == "speculation pays again: drafting goes on"
+
+
+@dataclass
+class Shared:
+    """The cloud's device on the edge's own machine: slower while the edge drafts."""
+
+    alone: DeviceProfile
+    edge: Device
+
+    def ms(self, tokens: int) -> float:
+        return self.alone.ms(tokens) * (1.0 if self.edge._running is None else 1.7)
+
+
+def test_two_models_that_slow_each_other_down() -> None:
+    """Which no estimate knows: only the clock tells that drafting doesn't pay."""
+    points = [[1, 50], [2, 80], [4, 300], [8, 600], [32, 2000]]
+    named = {"name": "both here", "draft": {"ms": 30}, "target": {"points": points}}
+    here = from_dict({**LAN.to_dict(), **named})
+
+    def scene(stage: Stage, token: int) -> None:
+        if token == 1:
+            stage.at_cloud.profile = Shared(here.target, stage.at_edge)  # type: ignore[assignment]
+
+    both = {mode: play(here, drifted(0.1), scene=scene, mode=mode) for mode in ("auto", "cloud")}
+    plain = play(here, drifted(0.1), scene=scene, mode="pipelined")
+    assert plain.rate() < 0.8 * both["cloud"].rate()
+    assert both["auto"].rate(since=AGAIN) >= 0.95 * both["cloud"].rate()
+    assert both["auto"].rate() >= 0.9 * both["cloud"].rate()
+    assert "a token takes" in both["auto"].results[0].notices[0]
 
 
 # ---- rest, in any order of events ---------------------------------------------------------

@@ -29,7 +29,7 @@ def test_two_turns_show_what_the_api_tells(visit, edge):
     assert alike(visit.tokens(), shown(trace))
     assert "".join(text for text, _ in visit.tokens()) == first["message"]["content"]
 
-    visit.ask("and then")
+    visit.ask("and then", **SYNC)
     before = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": first["message"]["content"]},
@@ -204,7 +204,7 @@ def test_the_legend_is_a_filter(visit):
 def test_settings_are_what_is_asked_for(visit):
     visit.ask("hello", max_tokens=5)
     assert visit.asked[0]["e2sci"] == {
-        "mode": "auto", "accept": "strict", "trace": True,
+        "mode": "auto", "gamma": 0, "accept": "strict", "trace": True,
     }  # fmt: skip
     assert visit.asked[0]["temperature"] == 1
     assert "seed" not in visit.asked[0]
@@ -232,10 +232,10 @@ def test_what_does_not_apply_is_disabled_and_says_why(visit):
         all = visit.page.locator("#switches :is(input, select):disabled").all()
         return {each.get_attribute("id"): each.get_attribute("title") for each in all}
 
-    assert set(reasons()) == {"gamma", "measure", "threshold", "budget"}
+    assert set(reasons()) == {"measure", "threshold", "budget"}
     assert all(reasons().values())
     assert not visit.page.locator("#tolerant").is_visible()
-    visit.set(accept="elastic")
+    visit.set(mode="pipelined", accept="elastic")
     assert set(reasons()) == {"gamma"}
     assert "changes the large model's text" in visit.text("#tolerant")
     visit.set(mode="auto", accept="fuzzy")

@@ -11,8 +11,9 @@ cloud writes by itself, and begin again.
     resting  ──► the rest is over, or drafting pays by `choose` after all
                  (the link has changed, or the cloud): a trial                  ──► drafting
 
-A trial is 16 judged drafts or 32 tokens, a span 32 tokens. Each rest is twice as long as the one
-before, until a trial is passed. Measured are: a draft token's time; acceptance, over everything
+A trial is 16 judged drafts or 32 tokens, and 16 tokens if they were far slower than the cloud
+alone, a span 32 tokens. Each rest is twice as long as the one before, four times if the clock was
+the reason, until a trial is passed. Measured are: a draft token's time; acceptance, over everything
 that a draft could be compared with; the round trip, by pings; and, while resting, what a token of
 the cloud takes, which is more than the cloud's own measurement if it is busy.
 
@@ -36,6 +37,7 @@ _PINGS = 3  # the latest ones, of which the median counts
 _SPAN = 32  # tokens that are timed together
 _TRIAL = 16  # judged drafts that end a trial without fill, which would cost time
 _SLOWER = 1.05  # than the cloud alone, by the clock: that is no chance
+_FAR_SLOWER = 1.25  # in half a span: enough to end a trial
 _RESTS = (32, 4096)  # tokens of the first rest, and of the longest
 _SETTLE = 8  # tokens of a rest behind which nothing of the drafts is left
 _UNKNOWN_PASS_MS = 50.0  # of a cloud that has not measured itself
@@ -176,12 +178,13 @@ class Auto:
     def _draft(self, at: float) -> None:
         """When a trial or a span is over: go on, or drop the draft."""
         whole = self._tokens >= _SPAN
-        if not whole and (self.way.fill or self._passed or self._judged < _TRIAL):
+        timed = whole or self._far_slower(at)
+        if not timed and (self.way.fill or self._passed or self._judged < _TRIAL):
             return
         choice, gamma = self._choose(), self._gamma
         self.way = choice.draft.way
         alone = choice.cloud.cost(gamma)
-        ms = self._ms(at) if whole else choice.draft.ms
+        ms = self._ms(at) if timed else choice.draft.ms
         cost = ms + gamma * (ms if self.way.fill else choice.draft.cloud_ms)
         if choice.pays and cost > _SLOWER * alone:  # is the cloud what it says? a rest will tell
             self._drop(at, slow_ms=ms)
@@ -197,10 +200,17 @@ class Auto:
             if whole:
                 self._span(at)
 
+    def _far_slower(self, at: float) -> bool:
+        """Whether a trial that should have cost no time does, as where both models share a
+        machine."""
+        if not self.way.fill or self._passed or self._tokens < _SPAN / 2:
+            return False
+        return self._ms(at) > _FAR_SLOWER * self._measured().pass_ms(1)
+
     def _drop(self, at: float, slow_ms: float | None = None) -> None:
-        known = self._learnt
+        known, growth = self._learnt, 2 if slow_ms is None else 4
         known.slow_ms = slow_ms
-        known.rest, known.next_rest = known.next_rest, min(_RESTS[1], 2 * known.next_rest)
+        known.rest, known.next_rest = known.next_rest, min(_RESTS[1], growth * known.next_rest)
         self._turn(False, at)
 
     def _rest(self, tokens: int, at: float) -> None:
