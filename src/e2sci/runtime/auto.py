@@ -11,9 +11,9 @@ cloud writes by itself, and begin again.
     resting  ──► the rest is over, or drafting pays by `choose` after all
                  (the link has changed, or the cloud): a trial                  ──► drafting
 
-A trial is 16 judged drafts or 32 tokens, and 16 tokens if they were far slower than the cloud
-alone, a span 32 tokens. Each rest is twice as long as the one before, four times if the clock was
-the reason, until a trial is passed. Measured are: a draft token's time; acceptance, over everything
+A trial is 16 judged drafts or 32 tokens, or 16 tokens that were far slower than the cloud alone; a
+span is 32 tokens. Each rest is twice as long as the one before, and twice that if the clock was the
+reason, until a trial is passed. Measured are: a draft token's time; acceptance, over everything
 that a draft could be compared with; the round trip, by pings; and, while resting, what a token of
 the cloud takes, which is more than the cloud's own measurement if it is busy.
 
@@ -208,9 +208,10 @@ class Auto:
         return self._ms(at) > _FAR_SLOWER * self._measured().pass_ms(1)
 
     def _drop(self, at: float, slow_ms: float | None = None) -> None:
-        known, growth = self._learnt, 2 if slow_ms is None else 4
+        known, longer = self._learnt, 1 if slow_ms is None else 2
         known.slow_ms = slow_ms
-        known.rest, known.next_rest = known.next_rest, min(_RESTS[1], growth * known.next_rest)
+        known.rest = min(_RESTS[1], longer * known.next_rest)
+        known.next_rest = min(_RESTS[1], 2 * known.rest)
         self._turn(False, at)
 
     def _rest(self, tokens: int, at: float) -> None:
