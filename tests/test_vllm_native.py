@@ -157,6 +157,16 @@ async def test_right_drafts_save_steps_and_eight_edges_share_the_server(folder, 
     assert saved > 0.3
 
 
+async def test_a_repetition_penalty_is_that_of_vllm_alone(folder, cloud):
+    asked = {"raw": True, "max_tokens": LENGTH, "repetition_penalty": 1.3}
+    ids = describe(folder).tokenizer.encode(PROMPTS[0], special=False)
+    async with edge_at(cloud, near=Guessing(folder)) as edge:
+        alone = (await edge.generate(PROMPTS[0], mode="cloud", **asked)).token_ids
+    async with edge_at(cloud, near=Guessing(folder, ids + alone, wrong=5)) as edge:
+        got = await edge.generate(PROMPTS[0], window=4, **asked)
+        assert got.token_ids == alone
+
+
 async def test_a_build_that_draws_nonsense_beside_drafts_is_found_out(folder, url, address):
     """As the CPU builds do (docs/vllm-native.md). When they don't any more, this fails, and what
     is drawn with drafts can be compared with what is drawn without."""

@@ -159,7 +159,7 @@ def serving(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    url, log = f"http://127.0.0.1:{port}", model / "server.log"
+    url, log = f"http://127.0.0.1:{port}", model / f"server-{port}.log"
     with log.open("wb") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     try:
