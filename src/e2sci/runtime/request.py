@@ -174,7 +174,7 @@ class Request:
         if self._recovery.alone():
             commits += self._session.alone()
         await self._send(self._session.flush())
-        if self._auto is not None and commits and self._session.connected:
+        if self._auto is not None and self._drafter and commits and self._session.connected:
             await self._follow(self._auto, len(commits))
         return commits
 
@@ -194,7 +194,10 @@ class Request:
         try:
             proposal = future.result()
         except EngineError as error:
-            raise EdgeError(f"the draft model failed: {error}") from error
+            self._drafter = None
+            self.tell(f"the draft model failed, so the cloud goes on alone: {error}")
+            await self._send(self._session.rest())
+            return
         took = now() - began
         if self._auto is not None and job.position - job.keep <= _STEP:
             self._auto.drafted(took)
