@@ -182,9 +182,12 @@ def test_a_top_k_distribution_is_processed_as_far_as_it_is_known():
     same(support(p, SamplingParams(temperature=1, top_k=2), EMPTY), {9: 2 / 3, 4: 1 / 3})
     same(support(p, SamplingParams(temperature=1, top_p=0.6), EMPTY), {9: 2 / 3, 4: 1 / 3})
     assert pick(p, SamplingParams(), EMPTY) == 9
-    for extra in ({"presence_penalty": 1.0}, {"logit_bias": {9: 1.0}}):
-        with pytest.raises(ValueError, match="full distributions"):
-            support(p, SamplingParams(temperature=1, **extra), EMPTY)
+    changed = SamplingParams(temperature=1, logit_bias={9: np.log(0.5), 3: 100.0})
+    same(support(p, changed, EMPTY), {9: 1 / 3, 4: 1 / 3, 7: 1 / 3})
+    history = History([1])
+    history.append(9)
+    changed = SamplingParams(temperature=1, presence_penalty=np.log(2))
+    same(support(p, changed, history), {9: 1 / 3, 4: 1 / 3, 7: 1 / 3})
 
 
 def test_impossible_tokens_are_never_picked():

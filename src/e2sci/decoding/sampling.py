@@ -132,13 +132,20 @@ class Support:
 
 
 def adjusted(dist: Distribution, params: SamplingParams, history: History) -> Distribution:
-    """`dist` with penalties and biases applied to its logits; itself when there are none."""
+    """`dist` with penalties and biases applied to its logits; itself when there are none.
+
+    Of a top-k one: among the tokens it names, on their log-probabilities. Good enough to propose
+    from; what must be exact is refused before (`runtime.exactness`).
+    """
     if isinstance(dist, Processed):
         dist = dist.after
     if not (params.penalised or params.logit_bias):
         return dist
     if isinstance(dist, TopK):
-        raise ValueError("penalties and logit_bias need an engine that gives full distributions")
+        logits = np.full(dist.size, -np.inf, dtype=np.float32)
+        logits[dist.ids] = dist.log_probs
+        known = adjusted(Dense(logits), params, history)
+        return TopK(dist.ids, known.log_prob(dist.ids), dist.size)
     assert isinstance(dist, Dense)
     logits = dist.logits.copy()
     if params.penalised:
