@@ -1,4 +1,5 @@
-"""Stand-ins for vLLM and SGLang servers: the shapes of their APIs, the synthetic model's numbers.
+"""Stand-ins for vLLM, SGLang and llama.cpp servers: the shapes of their APIs, the numbers of the
+synthetic model or of another engine.
 
 with VllmServer() as server: … server.url …   They are strict: a request in any other shape than
 the real servers take is answered with 400. `fail` is a status, or bytes, to answer instead.
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from e2sci.engines.base import Step
+from e2sci.engines.base import Engine, Step
 from e2sci.engines.hf_tokenizer import Description
 from e2sci.engines.synthetic import (
     EOS,
@@ -45,13 +46,22 @@ class StandIn:
 
     path = ""
 
-    def __init__(self, *, key: str | None = None, max_len: int = 4097, **config: float) -> None:
+    def __init__(
+        self,
+        *,
+        key: str | None = None,
+        max_len: int = 4097,
+        engine: Engine | None = None,
+        **config: float,
+    ) -> None:
         self.key, self.max_len = key, max_len
         self.requests: list[dict] = []
         self.fail: list[int | bytes] = []
         self.left = 0
         self.port = 0
-        self._engine = Synthetic(SyntheticConfig(**{"seed": 11, "context": 1 << 16, **config}))
+        self._engine = engine or Synthetic(
+            SyntheticConfig(**{"seed": 11, "context": 1 << 16, **config})
+        )
         self._lock = threading.Lock()
 
     def __enter__(self):
@@ -140,7 +150,8 @@ class StandIn:
     def rows(self, ids: list[int], count: int) -> list[np.ndarray]:
         """Log-probabilities behind each of the last `count` ids."""
         demand(isinstance(ids, list) and ids, "a prompt is a list of ids, not empty")
-        demand(all(type(t) is int and 0 <= t < REAL_VOCAB for t in ids), "ids out of vocabulary")
+        size = self._engine.info.real_vocab
+        demand(all(type(t) is int and 0 <= t < size for t in ids), "ids out of vocabulary")
         demand(len(ids) < self.max_len, f"this model's maximum context length is {self.max_len}")
         with self._lock:
             self._engine.truncate(0, 0)
@@ -234,6 +245,61 @@ class SGLangServer(StandIn):
 
     def error(self, message):
         return {"error": {"message": message}}
+
+
+class LlamaServer(StandIn):
+    """/completion as of llama.cpp's server in llama-cpp-python 0.3.36. `file`: what it runs."""
+
+    path = "/completion"
+    file = f"models/{MODEL}.gguf"
+
+    def get(self, path, headers):
+        if path != "/props":
+            return 404, self.error("File Not Found")
+        if refused := self._refused(headers):
+            return refused
+        settings = {"params": {"n_predict": -1}, "n_ctx": self.max_len}
+        return 200, {
+            "default_generation_settings": settings,
+            "total_slots": 4,
+            "model_path": str(self.file),
+            "chat_template": "",
+        }
+
+    def answer(self, request):
+        shape = {
+            "prompt": list,
+            "n_predict": int,
+            "n_probs": int,
+            "post_sampling_probs": bool,
+            "cache_prompt": bool,
+            "id_slot": int,
+            "samplers": list,
+            "top_k": int,
+            "logit_bias": list,
+            "response_fields": list,
+        }
+        demand({k: type(v) for k, v in request.items()} == shape, f"unknown fields: {request}")
+        demand(request["n_predict"] == 1 and not request["post_sampling_probs"], "one, raw")
+        demand(request["response_fields"] == ["completion_probabilities"], "")
+        row = self.rows(request["prompt"], 1)[0]
+        biased = row.copy()
+        for token, bias in request["logit_bias"]:
+            biased[token] += bias
+        made = self._engine.tokenizer.piece(int(biased.argmax()))
+        try:
+            made.decode()
+        except UnicodeDecodeError:  # it waits for the rest of a character
+            return {}
+        best = np.argsort(-row, kind="stable")[: request["n_probs"]]
+        top = [
+            {"id": int(t), "token": "?", "bytes": [63], "logprob": max(float(row[t]), -3.4e38)}
+            for t in best
+        ]
+        return {"completion_probabilities": [{**top[0], "top_logprobs": top}]}
+
+    def error(self, message):
+        return {"error": {"code": 400, "message": message, "type": "invalid_request_error"}}
 
 
 def demand(met: object, otherwise: str) -> None:

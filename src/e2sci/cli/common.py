@@ -171,9 +171,16 @@ def model_options(context: int) -> Callable[[F], F]:
 
 
 def load(
-    name: str, role: Role, *, context: int, threads: int | None, gpu_layers: int, slots: int = 1
+    name: str,
+    role: Role,
+    *,
+    context: int,
+    threads: int | None,
+    gpu_layers: int,
+    slots: int = 1,
+    **of_a_server: str | None,
 ) -> Engine:
-    """Load a model with progress on stderr. Raises BadInput."""
+    """Load a model with progress on stderr; `of_a_server` as in `load_engine`. Raises BadInput."""
     with friendly(), download_bar(name) as progress:
         return load_engine(
             name,
@@ -183,4 +190,5 @@ def load(
             threads=threads,
             gpu_layers=gpu_layers,
             progress=progress,
+            **of_a_server,
         )

@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from e2sci.cli.common import BadInput, download_bar, friendly, load
+from e2sci.cli.common import BadInput, download_bar, friendly
+from e2sci.cli.draft import Draft, draft_options
 from e2sci.cli.printer import LEGEND, STYLES, coloured
 from e2sci.decoding import yardsticks
 from e2sci.decoding.schedule import best_schedule
@@ -48,7 +49,7 @@ class Row:
 @click.option("--prompt", default=PROMPT, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(8, 1024), default=96, show_default=True)
 @click.option("--model", default=DEFAULT, show_default=True, help="The target model.")
-@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@draft_options
 @click.option("--rtt", type=float, default=40.0, show_default=True, help="Round trip in ms.")
 @click.option("--up", type=float, default=10.0, show_default=True, help="Mbit/s to the cloud.")
 @click.option("--down", type=float, default=50.0, show_default=True, help="Mbit/s to the edge.")
@@ -57,7 +58,7 @@ def demo(
     prompt: str,
     max_tokens: int,
     model: str,
-    draft: str,
+    draft: Draft,
     rtt: float,
     up: float,
     down: float,
@@ -78,7 +79,7 @@ def demo(
         with friendly():
             url = stack.enter_context(cloud_process(_cloud_command(model)))
         stack.enter_context(pinned(EDGE_CORE))
-        engine = load(draft, "draft", context=4096, threads=1, gpu_layers=0)
+        engine = draft.load(context=4096, threads=1, gpu_layers=0)
         stack.callback(engine.close)
         with friendly():
             rows, times, draft_ms = asyncio.run(

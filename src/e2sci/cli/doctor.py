@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from e2sci.cli.common import BadInput, friendly, load, model_options
+from e2sci.cli.common import BadInput, friendly, model_options
+from e2sci.cli.draft import Draft, draft_options
 from e2sci.cli.reach import dials, reach_options
 from e2sci.cli.target import draft_addresses, drafts_option, engine_key
 from e2sci.engines.base import Engine
-from e2sci.engines.load import DEFAULT
 from e2sci.runtime.choice import Measured, choose, why_not
 from e2sci.runtime.edge import Edge
 from e2sci.runtime.passes import PassTimes
@@ -48,7 +48,7 @@ class Report:
 
 @click.command()
 @reach_options
-@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@draft_options
 @click.option(
     "--vllm",
     metavar="URL",
@@ -69,7 +69,7 @@ def doctor(
     key_file: Path | None,
     ca: Path | None,
     allow_insecure: bool,
-    draft: str,
+    draft: Draft,
     vllm: str | None,
     drafts: tuple[str, ...],
     key_variable: str | None,
@@ -93,7 +93,7 @@ def doctor(
     if drafts or key_variable:
         raise BadInput("--drafts and --engine-key-env go with --vllm")
     reached = dials(cloud, key_file, ca, allow_insecure)
-    engine = load(draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers)
+    engine = draft.load(context=context, threads=threads, gpu_layers=gpu_layers)
     try:
         with friendly():
             report = asyncio.run(_examine(reached, engine))

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from e2sci.cli.common import BadInput, Seconds, friendly, load, model_options, stderr
+from e2sci.cli.common import BadInput, Seconds, friendly, model_options, stderr
+from e2sci.cli.draft import Draft, draft_options
 from e2sci.cli.reach import dials, reach_options
 from e2sci.decoding.acceptance import Measure, RuleName
 from e2sci.decoding.credit import CreditParams
@@ -36,7 +37,7 @@ def bias(value: str) -> tuple[int, float]:
 
 _OPTIONS = (
     reach_options,
-    click.option("--draft", default=DEFAULT, show_default=True, help="The draft model."),
+    draft_options,
     click.option(
         "--mode",
         type=click.Choice(get_args(Mode)),
@@ -141,7 +142,7 @@ class Setup:
 
     options: Options
     clouds: list[Dial] | None
-    draft: str
+    draft: Draft
     calibration: Path | None
     wait: float
     show_origin: bool
@@ -151,18 +152,14 @@ class Setup:
 
     def load(self) -> Engine:
         """The draft model. Raises BadInput."""
-        return load(
-            self.draft,
-            "draft",
-            context=self.context,
-            threads=self.threads,
-            gpu_layers=self.gpu_layers,
+        return self.draft.load(
+            context=self.context, threads=self.threads, gpu_layers=self.gpu_layers
         )
 
     def calibrated(self, options: Options, cloud_model: str) -> Options:
         """`options` with constants for elastic from the calibration that was given, or else that of
         the default pair. Raises ValueError when it is another draft's."""
-        tuned = calibrated(options, cloud_model, self.draft, self.calibration)
+        tuned = calibrated(options, cloud_model, self.draft.name, self.calibration)
         if tuned.constants is not None and tuned is not options:
             t, tau = tuned.constants.t_base, tuned.constants.tau
             stderr.print(f"calibrated: T_base = {t:g}, τ = {tau:g}", style="dim")
@@ -201,7 +198,7 @@ def setup(
     key_file: Path | None,
     ca: Path | None,
     allow_insecure: bool,
-    draft: str,
+    draft: Draft,
     calibration: Path | None,
     wait: float,
     show_origin: bool,

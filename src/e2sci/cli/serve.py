@@ -22,16 +22,15 @@ from e2sci.cli.common import (
     drain_option,
     friendly,
     listen_option,
-    load,
     log_option,
     model_options,
     refuse_remote,
 )
+from e2sci.cli.draft import Draft, draft_options
 from e2sci.cli.generation import calibrated
 from e2sci.cli.keys import keys_option
 from e2sci.cli.reach import dials, reach_options
 from e2sci.decoding.acceptance import Measure, RuleName
-from e2sci.engines.load import DEFAULT
 from e2sci.runtime.connection import CloudUnreachable
 from e2sci.runtime.edge import Edge, options_from
 from e2sci.runtime.options import Mode, OnCloudLoss
@@ -56,7 +55,7 @@ def origin(value: str) -> str:
 
 @click.command()
 @reach_options
-@click.option("--draft", default=DEFAULT, show_default=True, help="The draft model.")
+@draft_options
 @listen_option("127.0.0.1:8080", "clients")
 @keys_option
 @click.option(
@@ -157,7 +156,7 @@ def serve(
     key_file: Path | None,
     ca: Path | None,
     allow_insecure: bool,
-    draft: str,
+    draft: Draft,
     listen: Address,
     keys_file: Path | None,
     insecure: bool,
@@ -193,7 +192,7 @@ def serve(
     with friendly():
         keys = Keys.load(keys_file) if keys_file else None
         if calibration is not None:  # is it there, and this draft's?
-            calibrated(replace(DEFAULTS, accept="elastic"), "", draft, calibration)
+            calibrated(replace(DEFAULTS, accept="elastic"), "", draft.name, calibration)
     if keys is None and not listen.loopback:
         raise BadInput(f"--listen {listen} is open to other machines; add --keys, and --insecure")
     refuse_remote(listen, "--insecure", insecure, ["TLS"])
@@ -202,9 +201,7 @@ def serve(
         bound = stack.enter_context(_bound(listen))
         verbose = verbose or log_format == "json"
         logs.set_up(log_format, logging.INFO if verbose else logging.WARNING)
-        engine = load(
-            draft, "draft", context=context, threads=threads, gpu_layers=gpu_layers, slots=slots
-        )
+        engine = draft.load(context=context, threads=threads, gpu_layers=gpu_layers, slots=slots)
         stack.callback(engine.close)
         with friendly():
             edge = Edge(reached, engine, patience=wait, keep_caches=keys is None)
@@ -212,7 +209,7 @@ def serve(
                 edge,
                 name=name or (engine.info.name if alone else None),
                 defaults=options,
-                tune=partial(calibrated, draft=draft, file=calibration),
+                tune=partial(calibrated, draft=draft.name, file=calibration),
                 keys=keys,
                 origins=origins,
                 requests=requests,

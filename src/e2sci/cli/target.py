@@ -172,11 +172,11 @@ def _refuse(engine: str, **given: object) -> None:
             raise BadInput(f"{name} does not go with --engine {engine}")
 
 
-def engine_key(variable: str | None) -> str | None:
+def engine_key(variable: str | None, option: str = "--engine-key-env") -> str | None:
     """The key in the environment variable of that name. Raises BadInput if it isn't set."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise BadInput(f"--engine-key-env names {variable}, which is not set")
+        raise BadInput(f"{option} names {variable}, which is not set")
     return key

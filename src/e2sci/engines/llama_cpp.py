@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from e2sci.decoding.distribution import Dense, Distribution
 from e2sci.engines.base import ContextFull, EngineError, ModelInfo, Step, require_feasible
+from e2sci.engines.hf_tokenizer import Description
 from e2sci.engines.llama_library import errors, library, may_repack, reason
 
 _UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED
@@ -197,6 +199,25 @@ class LlamaCpp:
         self._context = self._model = None
 
 
+def describe_gguf(path: str | Path) -> Description:
+    """The model in a GGUF file, without its weights. Raises EngineError."""
+    lib = library()
+    model = _load(lib, Path(path), 0, vocab_only=True)
+    tokenizer = LlamaTokenizer(lib, lib.llama_model_get_vocab(model))
+    weakref.finalize(tokenizer, lib.llama_model_free, model)
+    info = _describe(lib, model, Path(path).stem, 0)
+    return Description(
+        name=info.name,
+        tokenizer=tokenizer,
+        real_vocab=info.real_vocab,
+        eos_ids=info.eos_ids,
+        template=info.template,
+        bos=info.bos,
+        eos=info.eos,
+        vocab_size=info.vocab_size,
+    )
+
+
 class _Batch:
     """A llama_batch over arrays of our own, so that NumPy fills it."""
 
@@ -222,7 +243,7 @@ class _Batch:
         return self._struct
 
 
-def _load(lib: Any, path: Path, gpu_layers: int) -> Any:
+def _load(lib: Any, path: Path, gpu_layers: int, *, vocab_only: bool = False) -> Any:
     """The model in `path`. Raises EngineError."""
     try:
         with path.open("rb") as stream:
@@ -234,7 +255,7 @@ def _load(lib: Any, path: Path, gpu_layers: int) -> Any:
     if gpu_layers and not lib.llama_supports_gpu_offload():
         raise EngineError("this llama.cpp is built for CPUs only; use 0 GPU layers")
     params = lib.llama_model_default_params()  # its defaults map the file and repack weights
-    params.n_gpu_layers = gpu_layers
+    params.n_gpu_layers, params.vocab_only = gpu_layers, vocab_only
     params.use_extra_bufts = may_repack(lib)
     errors.clear()
     model = lib.llama_model_load_from_file(os.fsencode(path), params)

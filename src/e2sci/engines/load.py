@@ -7,6 +7,7 @@ owner/repo[:file.gguf]         the Hugging Face hub
 hf:path/to/folder              safetensors in Hugging Face's format, run by transformers
 hf:owner/repo                  the same from the hub
 hf:…                           any GGUF named as above, run by transformers
+KIND:http://HOST:PORT          a draft that a server runs: llama-server, vllm or sglang
 
 Without `hf:`, GGUF files are run by llama.cpp.
 """
@@ -16,15 +17,21 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from e2sci.engines import catalog, fetch
-from e2sci.engines.base import Engine, EngineError, ModelNotFound
+from e2sci.engines.base import Engine, EngineError, ModelNotFound, Step
 from e2sci.engines.catalog import Role
 from e2sci.engines.fetch import Progress
 from e2sci.engines.synthetic import Synthetic, SyntheticConfig
 
+if TYPE_CHECKING:
+    from e2sci.engines.hf_tokenizer import Description  # else only where they are used: an extra
+    from e2sci.engines.remote import Remote
+
 DEFAULT = "qwen2.5-coder"
 HF = "hf:"
+_SERVER = re.compile(r"(?:([\w.-]+):)?(https?://.*)")
 
 
 def load_engine(
@@ -35,14 +42,24 @@ def load_engine(
     slots: int = 1,
     threads: int | None = None,
     gpu_layers: int = 0,
+    tokenizer: str | Path | None = None,
+    key: str | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Load the model called `name`; `role` says which of a pair. Raises EngineError.
 
     `context`: tokens a sequence; `slots`: sequences at once; `threads`: CPU threads (None: all
     cores this process may use); `gpu_layers`: layers on the GPU, -1 for all (transformers takes
-    no other number).
+    no other number). Of a server: `tokenizer` is a folder, owner/repo or a GGUF file, None for the
+    file that a llama-server says it runs; `key` what it wants; threads and GPU are its own.
     """
+    if role == "draft" and (server := _SERVER.fullmatch(name)):
+        return _behind(server[1], server[2], tokenizer, key, context=context, slots=slots)
+    if tokenizer is not None or key is not None:
+        raise EngineError(
+            "a tokenizer and a key go with a draft that a server runs, as in "
+            f"vllm:http://127.0.0.1:8000; {name} is loaded here"
+        )
     if name == "synthetic" or name.startswith("synthetic:"):
         config = SyntheticConfig.parse(name.partition(":")[2])
         return Synthetic(config, slots)
@@ -69,6 +86,51 @@ def load_engine(
     return LlamaCpp(
         path, name=called, context=context, slots=slots, threads=threads, gpu_layers=gpu_layers
     )
+
+
+def _behind(
+    kind: str | None,
+    url: str,
+    tokenizer: str | Path | None,
+    key: str | None,
+    *,
+    context: int,
+    slots: int,
+) -> Engine:
+    """The model that a server runs, once it has shown that it gives ids."""
+    if kind not in ("llama-server", "vllm", "sglang"):
+        raise EngineError(
+            f"{kind or url} can't draft: a draft server must give token ids with log-probs, as "
+            "llama-server:URL, vllm:URL and sglang:URL do. Others (OpenAI, Ollama, LM Studio, "
+            "llama-cpp-python's) give text, which has other ids when it is tokenised anew"
+        )
+    made: type[Remote]
+    if kind == "llama-server":
+        from e2sci.engines.llama_server import LlamaServer, served_file
+
+        made, tokenizer = LlamaServer, tokenizer or served_file(url, key)
+    elif kind == "vllm":
+        from e2sci.engines.vllm import Vllm as made
+    else:
+        from e2sci.engines.sglang import SGLang as made
+    if tokenizer is None:
+        raise EngineError(
+            f"{kind}:{url} needs its model's tokenizer (--draft-tokenizer): a folder, owner/repo "
+            "or a GGUF file"
+        )
+    about: str | Path | Description = tokenizer
+    if str(tokenizer).endswith(".gguf"):
+        from e2sci.engines.llama_cpp import describe_gguf
+
+        about = describe_gguf(tokenizer)
+    engine = made(url, tokenizer=about, key=key, context=context, slots=slots)
+    try:
+        engine.forward([Step(0, engine.tokenizer.encode("a", special=False))])
+        engine.truncate(0, 0)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _hf_path(name: str, role: Role, progress: Progress | None) -> Path:

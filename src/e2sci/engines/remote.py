@@ -79,7 +79,7 @@ class Remote(ABC):
         self.tokenizer = about.tokenizer
         self._server = Server(url, key, timeout)
         try:
-            self.info = info_of(about, self._server.served(model), context, top)
+            self.info = info_of(about, self._served(model), context, top)
         except BaseException:
             self.close()
             raise
@@ -89,19 +89,21 @@ class Remote(ABC):
         """One pass. Also raises ValueError on steps that make no sense, and EngineError when the
         server fails; either leaves every sequence as it was."""
         require_feasible(self, steps)
-        grown = [[*self._sequences[step.sequence], *step.tokens] for step in steps]
-        asked = [(ids, step.outputs) for ids, step in zip(grown, steps, strict=True)]
-        answers = iter(self.ask([work for work in asked if work[1]]))
+        grown = [
+            Step(s.sequence, [*self._sequences[s.sequence], *s.tokens], s.outputs) for s in steps
+        ]
+        answers = iter(self.ask([step for step in grown if step.outputs]))
         outputs: list[list[Distribution]] = [
             list(next(answers)) if step.outputs else [] for step in steps
         ]
-        for ids, step in zip(grown, steps, strict=True):
-            self._sequences[step.sequence] = ids
+        for step in grown:
+            self._sequences[step.sequence] = list(step.tokens)
         return outputs
 
     @abstractmethod
-    def ask(self, work: Sequence[tuple[list[int], int]]) -> list[list[TopK]]:
-        """For each (ids, n): what comes behind each of the last n ids, n ≥ 1."""
+    def ask(self, work: Sequence[Step]) -> list[list[TopK]]:
+        """For each step, whose tokens are the whole sequence: what comes behind each of the last
+        `outputs` ≥ 1."""
 
     def length(self, sequence: int) -> int:
         return len(self._sequences[self._checked(sequence)])
@@ -115,6 +117,10 @@ class Remote(ABC):
 
     def close(self) -> None:
         self._server.close()
+
+    def _served(self, model: str | None) -> Model:
+        """What the server says of the model. Raises EngineError."""
+        return self._server.served(model)
 
     def _checked(self, sequence: int) -> int:
         if not 0 <= sequence < self.slots:

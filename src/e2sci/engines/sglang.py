@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from e2sci.decoding.distribution import TopK
-from e2sci.engines.base import EngineError
+from e2sci.engines.base import EngineError, Step
 from e2sci.engines.remote import Remote
 
 _Token = tuple[float | None, int, str | None]
@@ -38,14 +38,14 @@ class _Answer(msgspec.Struct):
 class SGLang(Remote):
     """A model on an SGLang server; see Remote."""
 
-    def ask(self, work: Sequence[tuple[list[int], int]]) -> list[list[TopK]]:
+    def ask(self, work: Sequence[Step]) -> list[list[TopK]]:
         if not work:
             return []
         body = {
-            "input_ids": [ids for ids, _ in work],
+            "input_ids": [step.tokens for step in work],
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
             "return_logprob": True,
-            "logprob_start_len": [len(ids) - count for ids, count in work],
+            "logprob_start_len": [len(step.tokens) - step.outputs for step in work],
             "top_logprobs_num": self.info.top,
         }
         answers = self._server.post("/generate", body, list[_Answer])
@@ -54,8 +54,8 @@ class SGLang(Remote):
                 f"{self._server.url} gave {len(answers)} answers to {len(work)} prompts"
             )
         return [
-            self._rows(answer.meta_info, count)
-            for answer, (_, count) in zip(answers, work, strict=True)
+            self._rows(answer.meta_info, step.outputs)
+            for answer, step in zip(answers, work, strict=True)
         ]
 
     def _rows(self, meta: _Meta, count: int) -> list[TopK]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from e2sci.decoding.distribution import TopK
-from e2sci.engines.base import EngineError
+from e2sci.engines.base import EngineError, Step
 from e2sci.engines.remote import Remote
 
 _PREFIX = "token_id:"  # how ids are spelled on request
@@ -39,8 +39,8 @@ class _Completion(msgspec.Struct):
 class Vllm(Remote):
     """A model on a vLLM server; see Remote. The server's `--max-logprobs` (20) bounds `top`."""
 
-    def ask(self, work: Sequence[tuple[list[int], int]]) -> list[list[TopK]]:
-        prompts = [ids[: len(ids) - n] for ids, count in work for n in reversed(range(count))]
+    def ask(self, work: Sequence[Step]) -> list[list[TopK]]:
+        prompts = [s.tokens[: len(s.tokens) - n] for s in work for n in reversed(range(s.outputs))]
         if not prompts:
             return []
         body = {
@@ -60,7 +60,7 @@ class Vllm(Remote):
                 f"{len(prompts)} prompts"
             )
         tops = iter([self._row(rows[i][0]) for i in range(len(prompts))])
-        return [[next(tops) for _ in range(count)] for _, count in work]
+        return [[next(tops) for _ in range(step.outputs)] for step in work]
 
     def _row(self, row: dict[str, float]) -> TopK:
         try:
