@@ -9,7 +9,7 @@ prefix but for what is new (`cache_prompt`).
                                penalties and biases have no say in it (`post_sampling_probs` off)
 
 The token generated is thrown away, and forced: for one that ends within a character the server
-gives no entry (seen in its source), so a bias makes it generate a whole one.
+gives no entry, so a bias makes it generate a whole one.
 """
 
 from __future__ import annotations
