@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -71,7 +72,7 @@ async def test_the_text_is_the_targets_where_the_k_best_do_not_suffice(served, a
 async def test_a_server_that_goes_away_costs_its_drafts_and_not_the_answer(served, asked):
     server, engine = served
     waits = asked != {"mode": "auto"}  # with fill the text may end before the draft is given up
-    async with pair(engine) as edge:
+    async with asyncio.timeout(20), pair(engine) as edge:
         alone = await edge.generate("hello", mode="cloud", max_tokens=40)
         server.fail = [500]
         broken = await edge.generate("hello", max_tokens=40, **asked)
