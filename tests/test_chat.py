@@ -90,7 +90,7 @@ def test_both_ends_keep_what_they_have_read():
 
 def test_the_draft_keeps_what_it_has_read(monkeypatch):
     near = Watched(SyntheticConfig(seed=11, divergence=0.5), slots=1)
-    monkeypatch.setattr("e2sci.cli.generation.load", lambda *_, **__: near)
+    monkeypatch.setattr("e2sci.cli.draft.load", lambda *_, **__: near)
     result = chat("x" * 300, "more")
     reads = [max(p.values()) for p in near.passes if max(p.values()) > 1]
     assert reads[0] > 300

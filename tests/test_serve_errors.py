@@ -351,7 +351,10 @@ def test_engines_that_fail(one_cloud, caplog):
     body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 5}
     with LiveEdge(one_cloud, engine) as edge, caplog.at_level(logging.ERROR):
         engine.broken = EngineError("out of memory")
-        failed(edge.post(body=body), 500, "out of memory", code="edge_error")
+        [notice] = edge.post(body=body).json()["e2sci"]["notices"]
+        assert notice.endswith("the cloud goes on alone: out of memory")
+        alone = {**body, "e2sci": {"mode": "draft"}}
+        failed(edge.post(body=alone), 500, "out of memory", code="edge_error")
         engine.broken = ZeroDivisionError(secret)
         error = failed(edge.post(body=body), 500, code="internal_error")
         assert secret not in error["message"]

@@ -314,7 +314,7 @@ def test_python_is_told_no_more_than_it_asks_for(one_cloud):
     with BlockingEdge(one_cloud.url, draft()) as python:
         for piece in python.stream("hello", max_tokens=20):
             assert piece.tale is None
-            assert piece.text or piece.commits or piece.result
+            assert piece.text or piece.commits or piece.result or piece.notice
         result = python.generate("hello", max_tokens=20, tale=True)
         assert result.token_ids == python.generate("hello", max_tokens=20).token_ids
 

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from e2sci.decoding.sampling import History, pick
-from e2sci.engines.base import Engine
+from e2sci.engines.base import Engine, EngineError
 from e2sci.runtime.caches import Cache
+from e2sci.runtime.connection import EdgeError
 from e2sci.runtime.options import Options, Piece, Result, Stats
 from e2sci.runtime.record import Record
 from e2sci.runtime.tale import Figures, Tale
@@ -25,11 +26,14 @@ async def alone(
     limit: int,
 ) -> AsyncGenerator[Piece, None]:
     """At most `limit` tokens behind `prompt`, as they are drawn; the last piece carries the
-    result."""
+    result. Raises EdgeError when the model fails."""
     info = engine.info
     history, reason = History(prompt), "length"
     for _ in range(limit):
-        p = await worker.submit(lambda: cache.behind(engine, history.tokens, len(cache.tokens)))
+        try:
+            p = await worker.submit(lambda: cache.behind(engine, history.tokens, len(cache.tokens)))
+        except EngineError as error:
+            raise EdgeError(f"the draft model failed: {error}") from error
         token = pick(p.limited(info.real_vocab), options.sampling, history)
         commit = Commit(len(history), token, Origin.DRAFTED)
         history.append(token)
