@@ -24,10 +24,10 @@ ROWS = [{"question": f"What is {n} + 5?", "answer": str(n + 5)} for n in range(6
 [TASK] = [text for text in fences(SERVING, "yaml") if "task: sums" in text]
 COMMANDS = [
     line.replace("MODEL", NAME)
-    for text in fences(SERVING, "")
-    for line in text.replace("\\\n", "").splitlines()
+    for line in SERVING.read_text().replace("\\\n", "").splitlines()
     if line.startswith("lm_eval ")
 ]
+assert len(COMMANDS) == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
