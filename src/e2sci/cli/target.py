@@ -104,9 +104,7 @@ def target(
             gpu_layers=gpu_layers,
             slots=slots,
         )
-    _refuse(engine, **{"--threads": threads, "--gpu-layers": gpu_layers or None})
-    if not urls or tokenizer is None:
-        raise BadInput(f"--engine {engine} needs --url and --tokenizer")
+    tokenizer = _of_a_server(engine, urls, tokenizer, threads, gpu_layers)
     if len(urls) > 1:
         raise BadInput(f"--engine {engine} stands in front of one server; give one --url")
     key = engine_key(key_variable)
@@ -129,9 +127,7 @@ def servers(
     gpu_layers: int,
 ) -> Servers:
     """Reach the servers of `--engine vllm-native`. Raises BadInput."""
-    _refuse(engine, **{"--threads": threads, "--gpu-layers": gpu_layers or None})
-    if not urls or tokenizer is None:
-        raise BadInput(f"--engine {engine} needs --url and --tokenizer")
+    tokenizer = _of_a_server(engine, urls, tokenizer, threads, gpu_layers)
     key = engine_key(key_variable)
     with friendly(), draft_addresses(drafts) as chosen:
         from e2sci.engines.hf_tokenizer import describe  # only here: an extra
@@ -163,6 +159,21 @@ def _server(engine: str) -> Callable[..., Engine]:
     from e2sci.engines.sglang import SGLang
 
     return SGLang
+
+
+def _of_a_server(
+    engine: str,
+    urls: tuple[str, ...],
+    tokenizer: str | None,
+    threads: int | None,
+    gpu_layers: int,
+) -> str:
+    """The tokenizer, if what an engine in front of a server needs is there, and what it has no use
+    for is not. Raises BadInput."""
+    _refuse(engine, **{"--threads": threads, "--gpu-layers": gpu_layers or None})
+    if not urls or tokenizer is None:
+        raise BadInput(f"--engine {engine} needs --url and --tokenizer")
+    return tokenizer
 
 
 def _refuse(engine: str, **given: object) -> None:

@@ -63,9 +63,13 @@ class Vllm(Remote):
         return [[next(tops) for _ in range(step.outputs)] for step in work]
 
     def _row(self, row: dict[str, float]) -> TopK:
-        try:
-            return self._top((int(name.removeprefix(_PREFIX)), p) for name, p in row.items())
-        except ValueError:
-            raise EngineError(
-                f"{self._server.url} gave tokens as text, not as ids; is it a vLLM server?"
-            ) from None
+        return self._top(by_id(row, self._server.url))
+
+
+def by_id(row: dict[str, float], url: str) -> list[tuple[int, float]]:
+    """Log-probabilities by token id, in the order of `row`, which names tokens as the server at
+    `url` spells ids on request. Raises EngineError on tokens by their text."""
+    try:
+        return [(int(name.removeprefix(_PREFIX)), p) for name, p in row.items()]
+    except ValueError:
+        raise EngineError(f"{url} gave tokens as text, not as ids; is it a vLLM server?") from None

@@ -27,6 +27,7 @@ from e2sci.engines.remote import (
     http_library,
     one_line,
 )
+from e2sci.engines.vllm import by_id
 
 T = TypeVar("T")
 
@@ -35,7 +36,6 @@ SILENT_SECONDS = 120.0
 MAX_EVENT = 1 << 20
 """Bytes of one event at most."""
 
-_TOKEN = "token_id:"  # how ids are spelled on request
 _LEAST = -9999.0  # how vLLM spells -inf
 _COUNTED = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "generation_tokens")
 
@@ -181,19 +181,14 @@ class Streaming:
         if top is None or choice.logprobs is None:
             return []
         own, rows = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-        try:
-            # A row begins with the token itself, wherever among the best it is.
-            best = [
-                sorted(
-                    ((int(name.removeprefix(_TOKEN)), _nats(p)) for name, p in row.items()),
-                    key=lambda pair: -pair[1],
-                )[:top]
-                for row in rows
-            ]
-        except ValueError:
-            raise EngineError(
-                f"{self.url} gave tokens as text, not as ids; is it a vLLM server?"
-            ) from None
+        # A row begins with the token itself, wherever among the best it is.
+        best = [
+            sorted(
+                ((token, _nats(p)) for token, p in by_id(row, self.url)),
+                key=lambda pair: -pair[1],
+            )[:top]
+            for row in rows
+        ]
         if not len(own) == len(best) == len(choice.token_ids):
             raise EngineError(f"{self.url} didn't give log-probs for each token")
         return [Scored(_nats(p), row) for p, row in zip(own, best, strict=True)]
