@@ -184,3 +184,19 @@ def test_the_wall_clock_runs_the_same_methods(prompts: Path, tmp_path: Path) -> 
     )
     assert done.exit_code == 2
     assert "wall clock" in done.stderr
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_requests_abreast_change_no_byte(prompts: Path, tmp_path: Path, jobs: int) -> None:
+    methods = "cloud,sd,strict,elastic@0.1"
+    run(prompts, tmp_path / "one", rows="0:5", methods=methods)
+    run(prompts, tmp_path / "many", "--abreast", 3, "--jobs", jobs, rows="0:5", methods=methods)
+    one, many = (
+        {name: sorted(data.splitlines()) for name, data in files(tmp_path / out).items()}
+        for out in ("one", "many")
+    )
+    assert one == many
+    common = ("--task", f"jsonl:{prompts}", "--rows", "0:5", "--pair", PAIR, "--max-tokens", 30)
+    other = e2sci(*common, "--methods", "pearl", "--out", tmp_path / "many")
+    assert other.exit_code == 2
+    assert "holds results of another abreast (3, not 1)" in other.output

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from browsing import SYNC, Visit, alike, answered, chunk, shown, stream, told
+from browsing import CERTAIN, SYNC, Visit, answered, chunk, shown, stream, told
 from serving import LiveEdge
 
 pytestmark = pytest.mark.browser
@@ -24,19 +24,19 @@ def edge(one_cloud):
 
 
 def test_two_turns_show_what_the_api_tells(visit, edge):
-    visit.ask("hello", **SYNC)
-    first, trace = answered(edge, "hello")
-    assert alike(visit.tokens(), shown(trace))
+    visit.ask("hello", **SYNC, **CERTAIN)
+    first, trace = answered(edge, "hello", **CERTAIN)
+    assert visit.tokens() == shown(trace)
     assert "".join(text for text, _ in visit.tokens()) == first["message"]["content"]
 
-    visit.ask("and then", **SYNC)
+    visit.ask("and then", **SYNC, **CERTAIN)
     before = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": first["message"]["content"]},
     ]
-    second, more = answered(edge, "and then", before)
+    second, more = answered(edge, "and then", before, **CERTAIN)
     assert visit.asked[1]["messages"] == [*before, {"role": "user", "content": "and then"}]
-    assert alike(visit.tokens(), shown(more))
+    assert visit.tokens() == shown(more)
     assert "".join(text for text, _ in visit.tokens()) == second["message"]["content"]
 
     counts = Counter(origin for turn in (0, 1) for _, origin in visit.tokens(turn))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from browsing import SYNC, Visit, alike, answered, chunk, shown, stream
+from browsing import CERTAIN, SYNC, Visit, answered, chunk, shown, stream
 from e2sci.engines.synthetic import SyntheticConfig
 from e2sci.server import keys as store
 from e2sci.server.keys import Keys
@@ -48,7 +48,7 @@ def test_a_cloud_that_is_gone_is_one_line_and_one_can_try_again(browser):
     with LiveCloud() as cloud, LiveEdge(cloud, patience=0.1) as edge:
         visit = Visit(browser, edge).open()
         cloud.kill()
-        visit.ask("hello", **SYNC)
+        visit.ask("hello", **SYNC, **CERTAIN)
         assert visit.text(".error").startswith("No cloud answers: ")
         assert "\n" not in visit.text(".error")
         assert visit.failed_loads()
@@ -56,7 +56,7 @@ def test_a_cloud_that_is_gone_is_one_line_and_one_can_try_again(browser):
         visit.page.click("button:text-is('Try again')")
         visit.ended()
         assert visit.page.locator(".error").count() == 0
-        assert alike(visit.tokens(), shown(answered(edge, "hello")[1]))
+        assert visit.tokens() == shown(answered(edge, "hello", **CERTAIN)[1])
         assert [each["messages"] for each in visit.asked] == [visit.asked[0]["messages"]] * 2
         visit.close()
 

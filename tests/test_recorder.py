@@ -43,11 +43,11 @@ def recorded() -> list[RequestTrace]:
 
 
 def test_the_text_is_the_targets_own(recorded):
-    pair = recorder().pair
+    draft, target = recorder().pair.models
     alone = method("cloud", Setting(profile("lan")))
     finishes = set()
     for problem, request in zip(PROBLEMS, recorded, strict=True):
-        result = write(alone, profile("lan"), pair.draft, pair.target, problem.prompt, MOST).result
+        result = write(alone, profile("lan"), draft, target, problem.prompt, MOST).result
         finishes.add(result.finish_reason)
         ending = [EOS] if result.finish_reason == "stop" else []
         assert request.tokens == result.token_ids + ending
@@ -56,11 +56,11 @@ def test_the_text_is_the_targets_own(recorded):
 
 
 def test_positions_are_what_a_cloud_judges(recorded):
-    pair = recorder().pair
+    draft, target = recorder().pair.models
     strict = Method("strict", {"mode": "pipelined", "fill": False, "trace": True})
     compared = 0
     for problem, request in zip(PROBLEMS, recorded, strict=True):
-        result = write(strict, profile("lan"), pair.draft, pair.target, problem.prompt, MOST).result
+        result = write(strict, profile("lan"), draft, target, problem.prompt, MOST).result
         for judged in result.trace:
             at = judged.position - request.prompt_tokens
             assert (judged.pick, judged.draft) == (request.tokens[at], request.drafts[at])
@@ -85,8 +85,7 @@ def test_a_text_is_scored_as_it_is_delivered():
     text = write(
         method("cloud", Setting(profile("lan"))),
         profile("lan"),
-        made.pair.draft,
-        made.pair.target,
+        *made.pair.models,
         PROBLEMS[0].prompt,
         MOST,
     ).result.text
@@ -99,17 +98,21 @@ def test_padding_changes_nothing(recorded):
     assert made.record(PROBLEMS[1]) == recorded[1]
 
 
-def test_a_memory_is_used_and_changes_nothing(recorded, tmp_path):
+def test_a_memory_is_used_and_changes_nothing(recorded, tmp_path, monkeypatch):
     made = recorder()
-    engines = [Remembering(e, tmp_path / n) for n, e in vars(made.pair).items()]
-    made.pair.draft, made.pair.target = engines
+    made.pair._memories = [tmp_path / "draft", tmp_path / "target"]
+    engines = []
+    monkeypatch.setattr(
+        "e2sci.evaluation.pair.Remembering",
+        lambda *of: engines.append(Remembering(*of)) or engines[-1],
+    )
     first = made.record(PROBLEMS[2])
     computed = [engine.computed for engine in engines]
     assert first.tokens == recorded[2].tokens
     assert first.js == pytest.approx(recorded[2].js, abs=1e-5)
     assert computed == [len(first.tokens)] * 2
     assert made.record(PROBLEMS[2]) == first
-    assert [engine.computed for engine in engines] == computed
+    assert [engine.computed for engine in engines] == [*computed, 0, 0]
 
 
 def test_other_vocabularies_are_refused():
@@ -119,9 +122,9 @@ def test_other_vocabularies_are_refused():
 
     one, other = Synthetic(SyntheticConfig()), Synthetic(SyntheticConfig())
     other.tokenizer = Other()
-    assert shared_vocab(SimpleNamespace(draft=one, target=one)) == REAL_VOCAB
+    assert shared_vocab(SimpleNamespace(models=(one, one))) == REAL_VOCAB
     with pytest.raises(ValueError, match="different vocabularies"):
-        shared_vocab(SimpleNamespace(draft=one, target=other))
+        shared_vocab(SimpleNamespace(models=(one, other)))
 
 
 def test_a_prompt_that_fills_the_context_is_refused():

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from e2sci.cli.common import BadInput, friendly, load
 from e2sci.cli.measuring import (
+    abreast_option,
     bar,
     command_line,
     identities,
@@ -67,6 +68,7 @@ METHODS = "cloud,sd,fsd,strict,elastic"
 @pair_option
 @max_tokens_option
 @jobs_option
+@abreast_option
 @click.option("--show", is_flag=True, help="Run nothing: show what is in --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(
@@ -81,6 +83,7 @@ def bench(
     pair: str,
     max_tokens: int,
     jobs: int,
+    abreast: int,
     show: bool,
     as_json: bool,
 ) -> None:
@@ -116,7 +119,7 @@ def bench(
         chosen, file = task(spec)
         problems = chosen.load(file, rows_of(span))
         draft, target = models(pair)
-        which = PairSpec(draft, target)
+        which = PairSpec(draft, target, abreast=abreast)
         ids = identities(draft, target)
         devices = profile(profile_spec)
         if measure or on_wall:
@@ -133,6 +136,7 @@ def bench(
             draft=ids[0],
             target=ids[1],
             max_tokens=max_tokens,
+            abreast=abreast,
             clock="virtual",
             command=command_line(),
             setting=setting.described(),

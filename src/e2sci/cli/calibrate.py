@@ -11,6 +11,7 @@ from rich.table import Table
 
 from e2sci.cli.common import friendly
 from e2sci.cli.measuring import (
+    abreast_option,
     bar,
     command_line,
     identities,
@@ -60,6 +61,7 @@ from e2sci.evaluation.tasks import task
 )
 @max_tokens_option
 @jobs_option
+@abreast_option
 @click.option("--json", "as_json", is_flag=True, help="Print the calibration as JSON.")
 def calibrate(
     specs: tuple[str, ...],
@@ -71,6 +73,7 @@ def calibrate(
     delta: float,
     max_tokens: int,
     jobs: int,
+    abreast: int,
     as_json: bool,
 ) -> None:
     """Calibrate a pair of models: how much may be tolerated before answers get worse, and when.
@@ -92,7 +95,7 @@ def calibrate(
         draft, target = models(pair)
         draft_id, target_id = identities(draft, target)
         order = Order(
-            pair=PairSpec(draft, target),
+            pair=PairSpec(draft, target, abreast=abreast),
             draft=draft_id,
             target=target_id,
             asked=asked,

@@ -178,9 +178,10 @@ def load(
     threads: int | None,
     gpu_layers: int,
     slots: int = 1,
-    **of_a_server: str | None,
+    tokenizer: str | None = None,
+    key: str | None = None,
 ) -> Engine:
-    """Load a model with progress on stderr; `of_a_server` as in `load_engine`. Raises BadInput."""
+    """Load a model with progress on stderr, see `load_engine`. Raises BadInput."""
     with friendly(), download_bar(name) as progress:
         return load_engine(
             name,
@@ -189,6 +190,7 @@ def load(
             slots=slots,
             threads=threads,
             gpu_layers=gpu_layers,
+            tokenizer=tokenizer,
+            key=key,
             progress=progress,
-            **of_a_server,
         )

@@ -36,6 +36,13 @@ max_tokens_option = click.option(
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes."
 )
+abreast_option = click.option(
+    "--abreast",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Requests at once in each process, in common passes.",
+)
 profile_option = click.option(
     "--profile",
     "profile_spec",

@@ -10,6 +10,7 @@ import msgspec
 
 from e2sci.cli.common import friendly
 from e2sci.cli.measuring import (
+    abreast_option,
     bar,
     identities,
     jobs_option,
@@ -32,9 +33,17 @@ from e2sci.evaluation.traces import Trace, TraceHeader, TraceWriter
 @pair_option
 @max_tokens_option
 @jobs_option
+@abreast_option
 @click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
 def trace(
-    spec: str, span: str, out: Path, pair: str, max_tokens: int, jobs: int, as_json: bool
+    spec: str,
+    span: str,
+    out: Path,
+    pair: str,
+    max_tokens: int,
+    jobs: int,
+    abreast: int,
+    as_json: bool,
 ) -> None:
     """Record a trace: at each position of the target's greedy answers, what both models say.
 
@@ -59,7 +68,7 @@ def trace(
             last=rows[1] - 1,
             max_tokens=max_tokens,
         )
-        recording = Recording(PairSpec(draft, target), chosen, max_tokens)
+        recording = Recording(PairSpec(draft, target, abreast=abreast), chosen, max_tokens)
         with TraceWriter(out, header) as writer:
             left = sum(problem.row not in writer.rows for problem in problems)
             with closing(record(recording, writer, problems, jobs=jobs)) as requests:

@@ -86,7 +86,8 @@ class LlamaCpp:
 
     `context`: tokens a sequence can hold, cut to what the model was trained for; `threads`: None
     for as many as this process may use cores; `gpu_layers`: layers kept on a GPU, -1 for all;
-    `batch`: tokens per call into the library. Raises EngineError if the model can't be loaded.
+    `batch`: tokens per call into the library; `apart`: a cache for each sequence, so that none
+    depends on what lies in another's (see above). Raises EngineError if the model can't be loaded.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class LlamaCpp:
         threads: int | None = None,
         gpu_layers: int = 0,
         batch: int = 512,
+        apart: bool = False,
     ) -> None:
         lib = self._lib = library()
         if not 1 <= slots <= lib.llama_max_parallel_sequences():
@@ -109,7 +111,10 @@ class LlamaCpp:
         try:
             context = min(context, lib.llama_model_n_ctx_train(self._model))
             cores = threads or _cores()
-            self._context = _new_context(lib, self._model, context, slots, cores, batch)
+            unified = slots == 1 or not apart
+            self._context = _new_context(
+                lib, self._model, context * slots, slots, cores, batch, unified
+            )
             self.tokenizer = LlamaTokenizer(lib, lib.llama_model_get_vocab(self._model))
             self.info = _describe(lib, self._model, name or Path(path).stem, context)
         except BaseException:
@@ -267,20 +272,23 @@ def _load(lib: Any, path: Path, gpu_layers: int, *, vocab_only: bool = False) ->
     return model
 
 
-def _new_context(lib: Any, model: Any, context: int, slots: int, threads: int, batch: int) -> Any:
+def _new_context(
+    lib: Any, model: Any, context: int, slots: int, threads: int, batch: int, unified: bool
+) -> Any:
+    """Caches for `context` tokens in all. Raises EngineError."""
     # Flash attention, cache types and n_ubatch change a pass of 1 to 16 tokens by under 3 % on a
     # CPU: left as they are.
     params = lib.llama_context_default_params()
-    params.n_ctx = context * slots
+    params.n_ctx = context
     params.n_seq_max = slots
-    params.kv_unified = True
+    params.kv_unified = unified
     params.swa_full = True  # or the caches of sliding-window models could not be cut
     params.n_batch = params.n_ubatch = max(batch, slots)  # below, the library aborts
     params.n_threads = params.n_threads_batch = threads
     errors.clear()
     made = lib.llama_init_from_model(model, params)
     if not made:
-        raise EngineError(f"no context of {slots} x {context} tokens: {reason()}")
+        raise EngineError(f"no context of {slots} x {context // slots} tokens: {reason()}")
     return made
 
 

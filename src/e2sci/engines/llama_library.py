@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 from e2sci.engines.base import EngineError
@@ -44,17 +45,31 @@ def _log(level: int, text: bytes, _: object) -> None:
         errors.append(text.decode("utf-8", errors="replace").strip())
 
 
+def arithmetic() -> str:
+    """What computes, by name: another library or kernel rounds in another way."""
+    kernels = "-amx" if _has_amx(library()) and _trusted() else ""
+    return f"llama-cpp-python-{version('llama-cpp-python')}{kernels}"
+
+
 def may_repack(lib: Any) -> bool:
     """Whether weights may be laid out anew for faster kernels: not for AMX ones. GCC before 14
     drops their tile configuration (its PR 114098), and the first pass over several tokens kills
     the process; which compiler built the library can't be seen."""
-    if b"AMX_INT8 = 1" not in lib.llama_print_system_info() or os.environ.get("E2SCI_AMX") == "1":
+    if not _has_amx(lib) or _trusted():
         return True
     log.warning(
         "this llama.cpp is built with AMX, which some compilers break, so its fast kernels stay "
         "off; rebuild it without (see the README), or set E2SCI_AMX=1 if yours works"
     )
     return False
+
+
+def _has_amx(lib: Any) -> bool:
+    return b"AMX_INT8 = 1" in lib.llama_print_system_info()
+
+
+def _trusted() -> bool:
+    return os.environ.get("E2SCI_AMX") == "1"
 
 
 def reason() -> str:

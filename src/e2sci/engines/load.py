@@ -42,6 +42,7 @@ def load_engine(
     slots: int = 1,
     threads: int | None = None,
     gpu_layers: int = 0,
+    apart: bool = False,
     tokenizer: str | Path | None = None,
     key: str | None = None,
     progress: Progress | None = None,
@@ -50,8 +51,9 @@ def load_engine(
 
     `context`: tokens a sequence; `slots`: sequences at once; `threads`: CPU threads (None: all
     cores this process may use); `gpu_layers`: layers on the GPU, -1 for all (transformers takes
-    no other number). Of a server: `tokenizer` is a folder, owner/repo or a GGUF file, None for the
-    file that a llama-server says it runs; `key` what it wants; threads and GPU are its own.
+    no other number); `apart`: of llama.cpp, see LlamaCpp. Of a server:
+    `tokenizer` is a folder, owner/repo or a GGUF file, None for the file that a llama-server says
+    it runs; `key` what it wants; threads and GPU are its own.
     """
     if role == "draft" and (server := _SERVER.fullmatch(name)):
         return _behind(server[1], server[2], tokenizer, key, context=context, slots=slots)
@@ -84,7 +86,13 @@ def load_engine(
     pair = catalog.matching(name) and ":" not in name
     called = f"{name}:{role}" if pair else name
     return LlamaCpp(
-        path, name=called, context=context, slots=slots, threads=threads, gpu_layers=gpu_layers
+        path,
+        name=called,
+        context=context,
+        slots=slots,
+        threads=threads,
+        gpu_layers=gpu_layers,
+        apart=apart,
     )
 
 

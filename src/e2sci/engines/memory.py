@@ -28,7 +28,6 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -145,10 +144,14 @@ class _Promise:
 
     def __init__(self, engine: Remembering, prefix: list[int], keys: list[bytes]) -> None:
         self._engine, self._prefix, self._keys = engine, prefix, keys
+        self._found: TopK | None = None
 
-    @cached_property
+    @property
     def _kept(self) -> TopK:
-        return self._engine.compute(self._prefix, self._keys)
+        # No cached_property: before Python 3.12 it locks all promises, of other threads too.
+        if self._found is None:
+            self._found = self._engine.compute(self._prefix, self._keys)
+        return self._found
 
     @property
     def size(self) -> int:

@@ -1,8 +1,9 @@
 """Methods side by side: every problem by every method, on the virtual clock, kept as records.
 
 The unit of work is a problem: a worker process answers it by all methods that lack it, so that they
-share its memory, and the parent appends what comes back. Workers are independent and each request
-has a clock of its own, so neither their number nor an interruption changes a single byte.
+share its memory, and the parent appends what comes back. Several problems go abreast in a worker,
+in threads whose passes are common ones. Requests are independent and each has a clock of its own,
+so neither the workers' number nor an interruption changes a single byte.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from e2sci.engines.base import Engine, Step
 from e2sci.engines.memory import Remembering
 from e2sci.evaluation.methods import Setting, method
-from e2sci.evaluation.pair import Pair, PairSpec
+from e2sci.evaluation.pair import Models, Pair, PairSpec
 from e2sci.evaluation.records import Record, Results, digest
 from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
 from e2sci.evaluation.workers import spread
@@ -67,7 +68,9 @@ def bench(
     if not work:
         return
     make = partial(Bencher, plan)
-    for answers in spread(make, Bencher.answer, work, jobs=jobs, in_order=False):
+    abreast = plan.pair.abreast
+    answered = spread(make, Bencher.answer, work, jobs=jobs, abreast=abreast, in_order=False)
+    for answers in answered:
         for answer in answers:
             results.append(answer.method, answer.record, answer.text, answer.token_ids)
             yield answer
@@ -79,7 +82,6 @@ class Bencher:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.pair = Pair(plan.pair)
-        self._verdicts: dict[str, bool | None] = {}
 
     def close(self) -> None:
         self.pair.close()
@@ -87,23 +89,27 @@ class Bencher:
     def answer(self, work: tuple[Problem, Sequence[str]]) -> list[Answer]:
         """A problem by each of the methods named with it."""
         problem, names = work
-        self._verdicts.clear()
-        with self.pair.request(problem.prompt):
-            return [self._by(problem, name) for name in names]
+        verdicts: dict[str, bool | None] = {}
+        with self.pair.request(problem.prompt) as models:
+            return [self._by(problem, name, models, verdicts) for name in names]
 
-    def _by(self, problem: Problem, name: str) -> Answer:
-        plan, pair = self.plan, self.pair
+    def _by(
+        self, problem: Problem, name: str, models: Models, verdicts: dict[str, bool | None]
+    ) -> Answer:
+        """By one method; `verdicts` on the texts so far, since many write the same."""
+        plan, (draft, target) = self.plan, models
         chosen = method(name, plan.setting)
-        profile = plan.setting.profile
-        outcome = write(chosen, profile, pair.draft, pair.target, problem.prompt, plan.max_tokens)
+        outcome = write(
+            chosen, plan.setting.profile, draft, target, problem.prompt, plan.max_tokens
+        )
         result = outcome.result
-        if result.text not in self._verdicts:
-            self._verdicts[result.text] = plan.task.score(problem, result.text)
+        if result.text not in verdicts:
+            verdicts[result.text] = plan.task.score(problem, result.text)
         regret = None
         if chosen.options.get("mode") != "draft":
-            prompt = prompt_ids(pair.draft, problem.prompt, system=None, raw=False)
-            regret = text_regret(pair.target, prompt, result.token_ids)
-        record = record_of(problem, outcome, self._verdicts[result.text], regret)
+            prompt = prompt_ids(draft, problem.prompt, system=None, raw=False)
+            regret = text_regret(target, prompt, result.token_ids)
+        record = record_of(problem, outcome, verdicts[result.text], regret)
         return Answer(name, record, result.text, result.token_ids)
 
 

@@ -144,6 +144,7 @@ def benched(
             draft=order.draft,
             target=order.target,
             max_tokens=order.max_tokens,
+            abreast=order.pair.abreast,
             clock="virtual",
             command=order.command,
             setting=setting.described(),

@@ -2,7 +2,8 @@
 
 A model's *identity* is its name and a hash of its file; results, traces and calibrations carry it,
 so that none is ever taken for another pair's. A memory also depends on what computes it (llama.cpp
-and its version round in their own way), so its folder is named after both.
+and its version round in their own way, and so do passes of another size), so its folder is named
+after all that. Several requests at once go in common passes (`engines.lockstep`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
@@ -21,7 +22,9 @@ from e2sci.engines import catalog
 from e2sci.engines.base import Engine
 from e2sci.engines.catalog import Role
 from e2sci.engines.fetch import Progress
+from e2sci.engines.llama_library import arithmetic
 from e2sci.engines.load import load_engine
+from e2sci.engines.lockstep import Lockstep
 from e2sci.engines.memory import Remembering
 from e2sci.runtime.text import prompt_ids
 
@@ -47,41 +50,64 @@ def identity(name: str, role: Role, *, progress: Progress | None = None) -> str:
 @dataclass(frozen=True)
 class PairSpec:
     """Which two models: names as `load_engine` takes them; `context`, `threads` of each engine;
-    `memory`: root of the memories."""
+    `memory`: root of the memories; `abreast`: requests at once in one process."""
 
     draft: str
     target: str
     context: int = 2048
     threads: int = 1
     memory: Path | None = None
+    abreast: int = 1
+
+
+class Models(NamedTuple):
+    """Both engines, as one request has them."""
+
+    draft: Engine
+    target: Engine
 
 
 class Pair:
-    """Both engines, loaded. Close it when done."""
+    """Both models, loaded; `models` are the engines that all requests share. Close it when done."""
 
     def __init__(self, spec: PairSpec) -> None:
-        self.draft = self._load(spec, spec.draft, "draft")
-        self.target = self._load(spec, spec.target, "target")
+        self.models = Models(_load(spec, spec.draft, "draft"), _load(spec, spec.target, "target"))
+        self._memories = [_memory(spec, spec.draft, "draft"), _memory(spec, spec.target, "target")]
+        self._lockstep = Lockstep(self.models)
 
     @contextmanager
-    def request(self, prompt: str) -> Iterator[None]:
-        """Open both memories behind a user's prompt."""
-        ids = prompt_ids(self.draft, prompt, system=None, raw=False)
+    def request(self, prompt: str) -> Iterator[Models]:
+        """The engines of one request, with what is remembered behind a user's prompt. Up to
+        `abreast` threads may be in here at once."""
+        ids = prompt_ids(self.models.draft, prompt, system=None, raw=False)
         with ExitStack() as stack:
-            for engine in (self.draft, self.target):
-                if isinstance(engine, Remembering):
-                    stack.enter_context(engine.request(ids))
-            yield
+            engines = stack.enter_context(self._lockstep.reader())
+            for i, folder in enumerate(self._memories):
+                if folder:
+                    engines[i] = known = Remembering(engines[i], folder)
+                    stack.enter_context(known.request(ids))
+            yield Models(*engines)
 
     def close(self) -> None:
-        self.draft.close()
-        self.target.close()
+        self._lockstep.close()
 
-    @staticmethod
-    def _load(spec: PairSpec, name: str, role: Role) -> Engine:
-        engine = load_engine(name, role, context=spec.context, threads=spec.threads)
-        if name.startswith("synthetic"):
-            return engine
-        folder = f"{identity(name, role)}-llama-cpp-{version('llama-cpp-python')}"
-        root = spec.memory or memory_root()
-        return Remembering(engine, root / re.sub(r"[^\w.@-]+", "_", folder))
+
+def _load(spec: PairSpec, name: str, role: Role) -> Engine:
+    """The model with a place for each request, and one more token in it for the dummies."""
+    return load_engine(
+        name,
+        role,
+        context=spec.context + 1,
+        slots=spec.abreast,
+        threads=spec.threads,
+        apart=True,
+    )
+
+
+def _memory(spec: PairSpec, name: str, role: Role) -> Path | None:
+    """Where a model's memory is; None if it needs none."""
+    if name.startswith("synthetic"):
+        return None
+    rows = f"-{spec.abreast}-abreast" if spec.abreast > 1 else ""
+    folder = f"{identity(name, role)}-{arithmetic()}{rows}"
+    return (spec.memory or memory_root()) / re.sub(r"[^\w.@-]+", "_", folder)

@@ -22,7 +22,7 @@ import numpy as np
 from e2sci.decoding.distribution import Distribution, decode, sketch
 from e2sci.decoding.divergence import divergence
 from e2sci.engines.base import Engine, Step, fingerprint, text_of
-from e2sci.evaluation.pair import Pair, PairSpec
+from e2sci.evaluation.pair import Models, Pair, PairSpec
 from e2sci.evaluation.tasks import MAX_TOKENS, Problem, Task
 from e2sci.evaluation.traces import RequestTrace, TraceWriter
 from e2sci.evaluation.workers import spread
@@ -57,7 +57,9 @@ def record(
     if not missing:
         return
     make = partial(Recorder, recording)
-    for request in spread(make, Recorder.record, missing, jobs=jobs, in_order=True):
+    abreast = recording.pair.abreast
+    requests = spread(make, Recorder.record, missing, jobs=jobs, abreast=abreast, in_order=True)
+    for request in requests:
         writer.append(request)
         yield request
 
@@ -75,34 +77,30 @@ class Recorder:
 
     def record(self, problem: Problem) -> RequestTrace:
         """The trace of one request. Raises ValueError when its prompt fills the context."""
-        target, draft = self.pair.target, self.pair.draft
-        prompt = prompt_ids(draft, problem.prompt, system=None, raw=False)
-        room = min(target.info.context, draft.info.context) - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"the prompt of row {problem.row} has {len(prompt)} tokens and leaves no room in "
-                "the context; raise --context"
-            )
-        with self.pair.request(problem.prompt):
-            try:
-                places = list(self._places(prompt, min(room, self.recording.max_tokens)))
-            finally:
-                target.truncate(0, 0)
-                draft.truncate(0, 0)
+        with self.pair.request(problem.prompt) as models:
+            prompt = prompt_ids(models.draft, problem.prompt, system=None, raw=False)
+            room = min(engine.info.context for engine in models) - len(prompt)
+            if room < 1:
+                raise ValueError(
+                    f"the prompt of row {problem.row} has {len(prompt)} tokens and leaves no room "
+                    "in the context; raise --context"
+                )
+            most = min(room, self.recording.max_tokens)
+            places = list(self._places(models, prompt, most))
         return self._request(problem, len(prompt), places)
 
-    def _places(self, prompt: list[int], most: int) -> Iterator[_Place]:
+    def _places(self, models: Models, prompt: list[int], most: int) -> Iterator[_Place]:
         """Position by position, up to the target's EOS."""
         feed = prompt
         for _ in range(most):
-            place = self._place(feed)
+            place = self._place(models, feed)
             yield place
-            if place["tokens"] in self.pair.target.info.eos_ids:
+            if place["tokens"] in models.target.info.eos_ids:
                 return
             feed = [place["tokens"]]
 
-    def _place(self, feed: list[int]) -> _Place:
-        p, q = (self._next(engine, feed) for engine in (self.pair.target, self.pair.draft))
+    def _place(self, models: Models, feed: list[int]) -> _Place:
+        p, q = (self._next(engine, feed) for engine in (models.target, models.draft))
         y, x = p.argmax, q.argmax
         sent = sketch(q, keep=x)
         seen = decode(sent, self._vocab)
@@ -126,7 +124,7 @@ class Recorder:
 
     def _request(self, problem: Problem, prompt: int, places: list[_Place]) -> RequestTrace:
         series: dict[str, Any] = {name: [place[name] for place in places] for name in places[0]}
-        text = text_of(self.pair.target.tokenizer, series["tokens"])
+        text = text_of(self.pair.models.target.tokenizer, series["tokens"])
         return RequestTrace(
             row=problem.row,
             id=problem.id,
@@ -138,7 +136,7 @@ class Recorder:
 
 def shared_vocab(pair: Pair) -> int:
     """Ids below this mean the same to both models. Raises ValueError when they don't."""
-    draft, target = pair.draft, pair.target
+    draft, target = pair.models
     shared = min(draft.info.real_vocab, target.info.real_vocab)
     if fingerprint(draft).at(shared) != fingerprint(target).at(shared):
         raise ValueError(str(different_vocabularies(draft.info.name, target.info.name)))

@@ -38,7 +38,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     `profile`: name and all its numbers; `setting`: what calibration gave the methods; `file`: base
     name of the task's file, None if it needs none; `first`, `last`: rows of the task; `draft`,
-    `target`: model identities; `command`: the last command line that wrote here.
+    `target`: model identities; `abreast`: requests whose passes were common ones; `command`: the
+    last command line that wrote here.
     """
 
     version: int = VERSION
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     draft: str
     target: str
     max_tokens: int
+    abreast: int = 1
     clock: Literal["virtual", "wall"]
     command: str
     setting: dict[str, Any] = {}
@@ -245,8 +247,11 @@ def _read_header(directory: Path) -> Header:
         raise ValueError(f"{path} is damaged ({error}); choose another --out") from None
 
 
+_SAME = ("profile", "task", "file", "draft", "target", "max_tokens", "abreast", "clock", "setting")
+
+
 def _require_same(directory: Path, before: Header, now: Header) -> None:
-    for name in ("profile", "task", "file", "draft", "target", "max_tokens", "clock", "setting"):
+    for name in _SAME:
         old, new = getattr(before, name), getattr(now, name)
         if old != new:
             raise ValueError(

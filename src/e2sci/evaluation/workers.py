@@ -1,15 +1,28 @@
 """Worker processes that load something heavy once and then work on one item after another.
 
 spread(partial(Recorder, recording), Recorder.record, problems, jobs=2, in_order=True)
+
+A worker can work on several items at once, in threads: `abreast`. They are handed to a process by
+groups then, since it takes one thing at a time.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
+
+_GROUP = 4  # items for each thread of a process: the last ones of a group leave threads idle
 
 
 class Worker(Protocol):
@@ -29,34 +42,54 @@ def spread(
     items: Sequence[Item],
     *,
     jobs: int,
+    abreast: int = 1,
     in_order: bool,
 ) -> Iterator[Done]:
-    """`step` of every item, by `jobs` processes with a worker each, or here for 0. In the items'
-    order, or as they are done: then none waits for another to be kept. Closing the iterator stops
-    after the items under way. Raises what a step raises."""
+    """`step` of every item, by `jobs` processes with a worker each, or here for 0, and `abreast`
+    threads in each. In the items' order, or as they are done: then none waits for another to be
+    kept. Closing the iterator stops after the items under way. Raises what a step raises."""
     if jobs == 0:
         worker = make()
         try:
-            for item in items:
-                yield step(worker, item)
+            yield from _threaded(partial(step, worker), items, abreast, in_order)
         finally:
             worker.close()
         return
+    size = min(_GROUP * abreast, -(-len(items) // jobs)) if abreast > 1 else 1
+    groups = [items[at : at + size] for at in range(0, len(items), size)]
     # Spawned, not forked: llama.cpp's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(make, step)) as pool:
-        try:
-            found = pool.map(_step, items) if in_order else _as_done(pool, items, jobs)
-            yield from (done for done in found if done is not None)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with ProcessPoolExecutor(jobs, context, _start, (make, step, abreast)) as pool:
+        for group in _results(pool, _group, groups, jobs, in_order):
+            yield from group
 
 
-def _as_done(pool: ProcessPoolExecutor, items: Sequence[Any], jobs: int) -> Iterator[Any]:
+def _threaded(
+    step: Callable[[Item], Done], items: Sequence[Item], threads: int, in_order: bool
+) -> Iterator[Done]:
+    if threads == 1:
+        yield from map(step, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from _results(pool, step, items, threads, in_order)
+
+
+def _results(
+    pool: Executor, step: Callable[[Any], Any], items: Sequence[Any], workers: int, in_order: bool
+) -> Iterator[Any]:
+    try:
+        yield from pool.map(step, items) if in_order else _as_done(pool, step, items, workers)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _as_done(
+    pool: Executor, step: Callable[[Any], Any], items: Sequence[Any], workers: int
+) -> Iterator[Any]:
     running: set[Future[Any]] = set()
     for item in items:
-        running.add(pool.submit(_step, item))
-        if len(running) > jobs:
+        running.add(pool.submit(step, item))
+        if len(running) > workers:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
     while running:
@@ -64,16 +97,17 @@ def _as_done(pool: ProcessPoolExecutor, items: Sequence[Any], jobs: int) -> Iter
         yield from (future.result() for future in done)
 
 
-_worker: tuple[Any, Callable[[Any, Any], Any]]
+_worker: tuple[Callable[[Any], Any], int]
 
 
-def _start(make: Callable[[], Any], step: Callable[[Any, Any], Any]) -> None:
+def _start(make: Callable[[], Any], step: Callable[[Any, Any], Any], threads: int) -> None:
     global _worker
-    _worker = make(), step
+    _worker = partial(step, make()), threads
 
 
-def _step(item: Any) -> Any:
+def _group(items: Sequence[Any]) -> list[Any]:
+    done: list[Any] = []
     with suppress(KeyboardInterrupt):  # the parent stops us in its own way
-        worker, step = _worker
-        return step(worker, item)
-    return None
+        step, threads = _worker
+        done.extend(_threaded(step, items, threads, in_order=True))
+    return done

@@ -1,0 +1,144 @@
+"""Several readers of the same models, in lockstep: what many need at once is one pass.
+
+A pass over many tokens reads the weights once, so it costs far less than a pass for each. Each
+reader is a thread with a place of its own in every model; its engines block until a pass answers:
+
+    lockstep = Lockstep([draft, target])           # both with N slots
+    with lockstep.reader() as (draft, target):     # in any of up to N threads
+        ...                                        # forward, truncate: as with any engine
+
+A pass begins once every reader waits for one, on the model that most of them wait for. A reader
+counts from its first step on: before, it may wait for something else (a file's lock).
+
+A pass always feeds N tokens, one for each place: whoever asks for nothing gets a dummy that is cut
+off again. So a pass has the same shape whoever is in it, and on an engine that keeps its sequences
+apart (`LlamaCpp(…, apart=True)`) what a reader reads depends on its own tokens alone, bit for bit.
+Longer steps, which are prompts, go in a pass of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from e2sci.decoding.distribution import Distribution
+from e2sci.engines.base import ContextFull, Engine, ModelInfo, Step, Tokenizer
+
+_DUMMY = 0
+
+
+class Lockstep:
+    """`engines`, all with the same number of slots, shared by as many readers. Closes them."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if len({engine.slots for engine in engines}) != 1:
+            raise ValueError("engines in lockstep need the same number of slots")
+        self.engines = list(engines)
+        self.places = engines[0].slots
+        self._changed = threading.Condition()
+        self._free = list(range(self.places))
+        self._reading: set[int] = set()  # places that have asked for something
+        self._asked: list[dict[int, int]] = [{} for _ in engines]  # by model: place → token
+        self._answers: dict[int, Distribution | BaseException] = {}  # by place
+
+    @contextmanager
+    def reader(self) -> Iterator[list[Engine]]:
+        """One engine of a single sequence for each model. Raises RuntimeError when all N places
+        are taken."""
+        with self._changed:
+            if not self._free:
+                raise RuntimeError(f"all {self.places} places are taken")
+            place = self._free.pop(0)
+        seats = [_Seat(self, model, place) for model in range(len(self.engines))]
+        try:
+            yield list(seats)
+        finally:
+            with self._changed:
+                for engine in self.engines:
+                    engine.truncate(place, 0)
+                self._free.append(place)
+                self._reading.discard(place)
+                self._pass_if_all_wait()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def token(self, model: int, place: int, token: int) -> Distribution:
+        """Feed one token at a reader's place in the next pass of that model; waits for it."""
+        with self._changed:
+            self._reading.add(place)
+            self._asked[model][place] = token
+            self._pass_if_all_wait()
+            self._changed.wait_for(lambda: place in self._answers)
+            answer = self._answers.pop(place)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def alone(self, model: int, step: Step) -> list[Distribution]:
+        """A step of several tokens, in a pass of its own."""
+        with self._changed:
+            self._reading.add(step.sequence)
+            return self.engines[model].forward([step])[0]
+
+    def truncate(self, model: int, place: int, length: int) -> None:
+        with self._changed:
+            self.engines[model].truncate(place, length)
+
+    def _pass_if_all_wait(self) -> None:
+        """The last reader to wait makes the pass, for all."""
+        if sum(map(len, self._asked)) == len(self._reading) > 0:
+            model = max(range(len(self._asked)), key=lambda model: len(self._asked[model]))
+            asked, self._asked[model] = self._asked[model], {}
+            try:
+                answers = self._pass(self.engines[model], asked)
+            except BaseException as error:
+                self._answers |= dict.fromkeys(asked, error)
+            else:
+                self._answers |= {place: answers[place] for place in asked}
+            self._changed.notify_all()
+
+    def _pass(self, engine: Engine, asked: dict[int, int]) -> list[Distribution]:
+        """What follows `asked`, by place; dummies answered too."""
+        idle = {place: engine.length(place) for place in range(self.places) if place not in asked}
+        steps = [Step(place, [asked.get(place, _DUMMY)]) for place in range(self.places)]
+        try:
+            return [found for [found] in engine.forward(steps)]
+        finally:
+            for place, length in idle.items():
+                engine.truncate(place, length)
+
+
+class _Seat:
+    """A reader's sequence of one model, as an engine."""
+
+    slots = 1
+
+    def __init__(self, lockstep: Lockstep, model: int, place: int) -> None:
+        self._lockstep, self._model, self._place = lockstep, model, place
+        self._engine = lockstep.engines[model]
+        # A place must always have room for a dummy.
+        self.info: ModelInfo = replace(self._engine.info, context=self._engine.info.context - 1)
+        self.tokenizer: Tokenizer = self._engine.tokenizer
+
+    def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
+        """As Engine.forward, for the one sequence 0."""
+        [step] = steps
+        held, most = self.length(0), self.info.context
+        if held + len(step.tokens) > most:
+            raise ContextFull(f"{held} + {len(step.tokens)} tokens are more than {most}")
+        if len(step.tokens) == step.outputs == 1:
+            return [[self._lockstep.token(self._model, self._place, step.tokens[0])]]
+        return [self._lockstep.alone(self._model, replace(step, sequence=self._place))]
+
+    def length(self, sequence: int) -> int:
+        return self._engine.length(self._place)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._lockstep.truncate(self._model, self._place, length)
+
+    def close(self) -> None:
+        """The place is given back by its reader; the models stay."""
