@@ -10,5 +10,5 @@ follow sweep training           credit along a trace, labels, the network
 calibrate calibration           thresholds that keep accuracy, and the file they go into
 crowd fleet                     many users on few engines
 plan                            the arithmetic of when to speculate
-workers                         processes that the above spread their work over
+workers                         processes and threads that the above spread their work over
 """
