@@ -59,6 +59,7 @@ BAD = [
     ({"stop": "x" * 257}, "stop takes up to 16 texts of 1 to 256", "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias[5] is 101", "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias names token 99999; ids lie below", None),
     ({"stream_options": {"include_usage": True}}, "stream = true", "stream_options"),
     ({"response_format": {"type": "json_object"}}, "only text is written", "response_format"),
     ({"e2sci": {"mood": "good"}}, "e2sci: object contains unknown field `mood`", "e2sci"),

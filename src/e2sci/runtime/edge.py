@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -173,6 +173,7 @@ class Edge:
         options = options_from(self.options, changes)
         if options.mode in ("sync", "pipelined", "auto"):
             require_truncation(self.engine)
+        self._require_known(options.sampling.logit_bias)
         ids = prompt_ids(self.engine, prompt, system=options.system, raw=options.raw)
         pieces = (
             self._locally(ids, options) if options.mode == "draft" else self._both(ids, options)
@@ -249,6 +250,11 @@ class Edge:
         if self._known is None:
             raise ValueError("this edge has no cloud; give a URL, or use mode='draft'")
         return self._known
+
+    def _require_known(self, tokens: Iterable[int]) -> None:
+        most = self.engine.info.vocab_size
+        if unknown := [token for token in tokens if token >= most]:
+            raise ValueError(f"logit_bias names token {unknown[0]}; ids lie below {most}")
 
     async def _cache(self, stack: AsyncExitStack, ids: list[int]) -> Cache:
         """A free sequence of the draft engine, with what it holds of `ids`; given back when `stack`
