@@ -221,6 +221,27 @@ async def test_faults_at_random_moments_change_nothing(folder, texts, url, addre
         assert ended == (text[: len(ended)] if fault == "edge" else text), (run, fault)
 
 
+async def test_a_proposer_whose_socket_dies_changes_nothing(folder, texts, tmp_path):
+    """At random steps, 100 runs. It comes back each time."""
+    tmp_path.chmod(0o700)
+    address, proposer = f"ipc://{tmp_path}/drafts", "vllm_classes.Dying"
+    with vllm_env.serving(folder, free_port(), drafts=address, proposer=proposer) as url:
+        async with gateway([url], [address], about=describe(folder), slots=4) as cloud:
+
+            async def write(number: int) -> None:
+                async with edge_at(cloud, near=draft(folder, texts, wrong=7)) as edge:
+                    for prompt in PROMPTS[number::4] * 2:
+                        got = await edge.generate(prompt, raw=True, max_tokens=LENGTH, window=4)
+                        assert got.token_ids == texts[prompt][1], prompt
+
+            await asyncio.gather(*(write(number) for number in range(4)))
+            judged, accepted, _ = await counted(url)
+    deaths = (tmp_path / "drafts.deaths").read_text().splitlines()
+    assert len(deaths) >= 10
+    assert judged > 0
+    assert accepted > 0
+
+
 @pytest.mark.parametrize("version", ["before"])
 async def test_the_version_before(folder, texts, version, tmp_path):
     tmp_path.chmod(0o700)

