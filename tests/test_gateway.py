@@ -296,6 +296,22 @@ async def test_places_lines_and_limits(server):
         assert max(len(server.requests), 2) == 2
 
 
+async def test_clients_take_turns_in_line(server):
+    server.seconds = 0.01
+    ended = []
+    async with (
+        gateway([server.url], [], slots=1, on_end=ended.append) as cloud,
+        edge_at(cloud, client=Client("alice")) as alice,
+        edge_at(cloud, client=Client("bob")) as bob,
+    ):
+        tasks = []
+        for edge in (alice, alice, alice, bob):
+            tasks.append(asyncio.create_task(edge.generate(PROMPT, **LONG)))
+            await until(lambda: len(cloud.desk._guests) == len(tasks))
+        await asyncio.gather(*tasks)
+    assert [each.client for each in ended] == ["alice", "bob", "alice", "alice"]
+
+
 async def test_a_keys_limits_hold(server):
     client = Client("alice", sessions=1, tokens_per_minute=100, context=70)
     async with joined(server, client=client, patience=0) as edge:

@@ -3,8 +3,7 @@
 A seat keeps its place as long as it has something to do. One that has been quiet for a while (its
 edge is slow, stalled or gone) loses its place, and its cache, to whoever is in line: least recently
 active first. When it has something to do again it stands in line like others; its session feeds the
-whole text anew, from ids it holds. In line, the client with the fewest places comes first, then who
-came first.
+whole text anew, from ids it holds. Who is first in line is said in `turns`.
 
 With `keep`, a place that is given up keeps its tokens until somebody needs it, for whoever comes
 with a text of the same client that begins like them (`caches`).
@@ -12,11 +11,11 @@ with a text of the same client that begins like them (`caches`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from e2sci.runtime.caches import Caches
 from e2sci.runtime.seat import Seat
+from e2sci.runtime.turns import Turns
 
 
 class Places:
@@ -30,6 +29,7 @@ class Places:
         self._free = Caches(slots)
         self._cut = cut
         self._keep = keep
+        self._turns = Turns()
 
     @property
     def kept(self) -> int:
@@ -46,8 +46,7 @@ class Places:
         who got one."""
         placed = []
         while self.line and (self._free or self._evict(quiet)):
-            held = Counter(seat.owner for seat in self.taken)
-            seat = min(self.line, key=lambda each: held[each.owner])
+            seat = self._turns.next(self.line, self.taken)
             self.line.remove(seat)
             self._seat(seat)
             self.taken.append(seat)

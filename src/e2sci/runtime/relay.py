@@ -29,6 +29,7 @@ from e2sci.runtime.metrics import Metrics
 from e2sci.runtime.prefixes import crowded, ranked
 from e2sci.runtime.seat import Ended
 from e2sci.runtime.service import error_message
+from e2sci.runtime.shares import Shares
 from e2sci.runtime.worker import now
 from e2sci.session.messages import Message, Open, Opened, ProtocolError, Score, Verdict, Window
 from e2sci.session.relayed import RelayedSession
@@ -105,7 +106,7 @@ class Relay:
         self._sender = sender
         self._eos = eos
         self._slots = slots
-        self._free = asyncio.Semaphore(slots)
+        self._shares = Shares(slots)
         self._limits = limits
         self._metrics = metrics
         self._on_end = on_end
@@ -126,7 +127,7 @@ class Relay:
     ) -> Guest:
         """Begin a request, or put it in line. Raises ProtocolError: "busy" when the line is full,
         "limited" when the client may not have another."""
-        if self._free.locked() and self._waiting >= self._limits.waiting:
+        if self._shares.full and self._waiting >= self._limits.waiting:
             raise ProtocolError(
                 "busy",
                 f"all {self._slots} places are taken and {self._waiting} requests wait; try again",
@@ -180,7 +181,7 @@ class Relay:
 
     async def _serve(self, guest: Guest) -> None:
         try:
-            async with self._free:
+            async with self._shares.place(guest.client.name):
                 await self._write(guest)
         except ProtocolError as error:
             self._fail(guest, error)
