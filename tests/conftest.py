@@ -8,6 +8,7 @@ import pytest
 
 from browsing import Visit, chromium
 from live import LiveCloud
+from streaming_server import StreamingServer
 
 os.environ["E2SCI_CONFIG"] = os.devnull  # what this machine's user prefers is no matter
 
@@ -38,3 +39,17 @@ def visit(browser, edge):
     visit = Visit(browser, edge).open()
     yield visit
     visit.close()
+
+
+@pytest.fixture
+def drafts_at(tmp_path):
+    """An address for drafts."""
+    tmp_path.chmod(0o700)
+    return f"ipc://{tmp_path}/drafts"
+
+
+@pytest.fixture
+def vllm(drafts_at):
+    """A stand-in for vLLM with the real proposer in it."""
+    with StreamingServer(drafts_at, seconds=0.003) as vllm:
+        yield vllm

@@ -9,9 +9,11 @@ from e2sci.emulation.link import LinkProfile
 from e2sci.emulation.wire import link_pair
 from e2sci.runtime.gateway import Gateway, reach
 from e2sci.runtime.passes import PassTimes
-from live import Edge, draft, until
+from live import Edge, draft, pair, until
 from remote_servers import DESCRIPTION
 
+LONG = {"max_tokens": 60}
+PROMPT = "hello"
 DIRECT = LinkProfile(rtt_ms=0)
 TIMES = PassTimes(((1, 1.0), (7, 1.0)))
 
@@ -54,3 +56,18 @@ async def joined(*servers, near=None, client=None, patience=15.0, **options):
     ):
         edge.cloud = cloud
         yield edge
+
+
+async def expected(prompt: str = PROMPT, **options) -> list[int]:
+    """The text of a built-in cloud."""
+    async with pair() as edge:
+        return (await edge.generate(prompt, mode="cloud", **{**LONG, **options})).token_ids
+
+
+async def drafted(edge, vllm, **options):
+    """A result of which several tokens came in one step: a new socket takes a moment to join."""
+    for _ in range(100):
+        got = await edge.generate(PROMPT, **{**LONG, **options})
+        if max(vllm.steps[-1]) > 1:
+            return got
+    raise AssertionError("no draft was ever accepted")

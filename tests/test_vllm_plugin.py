@@ -35,12 +35,6 @@ def store():
     return Store(VOCAB)
 
 
-@pytest.fixture
-def address(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"ipc://{tmp_path}/drafts"
-
-
 # ---- keys and the store -------------------------------------------------------------------
 
 
@@ -124,8 +118,8 @@ def exchange(receiver: Receiver, sender: Sender, message: Drafts) -> Drafts:
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_drafts_travel_from_any_sender_and_to_any_receiver(address, kind):
-    here = address if kind == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+def test_drafts_travel_from_any_sender_and_to_any_receiver(drafts_at, kind):
+    here = drafts_at if kind == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     there = f"{here}-2" if kind == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     message = Drafts(2**64 - 1, 5, [1, 151_935])
     receivers = [Receiver(here), Receiver(there)]
@@ -139,10 +133,10 @@ def test_drafts_travel_from_any_sender_and_to_any_receiver(address, kind):
             end.close()
 
 
-def test_a_receiver_that_comes_back_is_found_again(address):
-    sender = Sender([address])
+def test_a_receiver_that_comes_back_is_found_again(drafts_at):
+    sender = Sender([drafts_at])
     for key in (1, 2):
-        receiver = Receiver(address)
+        receiver = Receiver(drafts_at)
         try:
             assert exchange(receiver, sender, Drafts(key, 1, [1])).key == key
         finally:
@@ -151,8 +145,8 @@ def test_a_receiver_that_comes_back_is_found_again(address):
     sender.close()
 
 
-def test_what_is_no_draft_is_passed_over(address):
-    receiver, sender = Receiver(address), Sender([address])
+def test_what_is_no_draft_is_passed_over(drafts_at):
+    receiver, sender = Receiver(drafts_at), Sender([drafts_at])
     try:
         exchange(receiver, sender, Drafts(1, 1, [1]))
         for junk in (b"", b"\xc1", b"\x93\x01\x02", b"x" * 5000):
@@ -165,13 +159,13 @@ def test_what_is_no_draft_is_passed_over(address):
         sender.close()
 
 
-def test_two_engines_dont_share_an_address(address):
-    receiver = Receiver(address)
+def test_two_engines_dont_share_an_address(drafts_at):
+    receiver = Receiver(drafts_at)
     other = (
         "import sys; from e2sci.vllm_plugin.wire import Receiver, AddressError\n"
         "try: Receiver(sys.argv[1])\nexcept AddressError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", other, address], capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", other, drafts_at], capture_output=True, text=True)
     assert "another engine listens" in said.stdout
     assert "E2SCI_DRAFTS" in said.stdout
     receiver.close()
@@ -239,8 +233,8 @@ def vllm(monkeypatch):
 
 
 @pytest.fixture
-def proposer(vllm, address):
-    made = Proposer(config(), address)
+def proposer(vllm, drafts_at):
+    made = Proposer(config(), drafts_at)
     yield made
     made.close()
 
@@ -268,8 +262,8 @@ def test_nothing_is_proposed_beyond_the_context(proposer):
     assert ask(proposer, [4] * 9, [4] * 10, [4] * 11, [4] * 12) == [[1, 2], [1], [], []]
 
 
-def test_drafts_come_over_the_socket(proposer, address):
-    sender = Sender([address])
+def test_drafts_come_over_the_socket(proposer, drafts_at):
+    sender = Sender([drafts_at])
     for _ in range(500):
         sender.send(Drafts(prefix_key(PREFIX), len(PREFIX), [7, 8]))
         time.sleep(0.01)
@@ -296,30 +290,30 @@ def test_an_address_that_cant_be_had_costs_the_drafts(vllm, caplog):
     assert "requests go on without drafts" in caplog.text
 
 
-def test_only_the_rank_that_counts_listens(vllm, address):
+def test_only_the_rank_that_counts_listens(vllm, drafts_at):
     vllm.rank = 1
-    made = Proposer(config(tensor_parallel_size=2), address)
+    made = Proposer(config(tensor_parallel_size=2), drafts_at)
     assert made._receiver is None
     assert ask(made, PREFIX) == [[]]
     vllm.rank = 0
-    made = Proposer(config(tensor_parallel_size=2), address)
+    made = Proposer(config(tensor_parallel_size=2), drafts_at)
     assert made._receiver is not None
     made.close()
 
 
-def test_replicas_listen_beside_each_other(vllm, address, monkeypatch):
-    monkeypatch.setenv("E2SCI_DRAFTS", address)
+def test_replicas_listen_beside_each_other(vllm, drafts_at, monkeypatch):
+    monkeypatch.setenv("E2SCI_DRAFTS", drafts_at)
     listens = []
     monkeypatch.setattr(module, "Receiver", listens.append)
     Proposer(config())
     Proposer(config(data_parallel_index=1))
-    assert listens == [address, f"{address}-1"]
+    assert listens == [drafts_at, f"{drafts_at}-1"]
 
 
-def test_an_untried_version_is_told_of(vllm, address, caplog):
+def test_an_untried_version_is_told_of(vllm, drafts_at, caplog):
     for version, warned in (("0.31.4", False), ("0.33.0", True)):
         vllm.__version__, caplog.handler.records = version, []
-        made = Proposer(config(), address)
+        made = Proposer(config(), drafts_at)
         assert ("e2sci doctor" in caplog.text) is warned
         made.close()
         caplog.clear()
