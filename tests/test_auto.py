@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any
@@ -14,189 +12,35 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from e2sci.cli import main
-from e2sci.emulation.clock import run
-from e2sci.emulation.device import Device, DeviceProfile, Metered
-from e2sci.emulation.link import LinkProfile
-from e2sci.emulation.profile import PROFILES, Profile, from_dict
-from e2sci.emulation.wire import LinkEnd, link_pair
-from e2sci.engines.synthetic import Synthetic, SyntheticConfig
+from e2sci.emulation.device import Device, DeviceProfile
+from e2sci.emulation.profile import PROFILES, from_dict
 from e2sci.evaluation.methods import Setting, method
-from e2sci.runtime.admission import TIMELESS
-from e2sci.runtime.choice import MARGIN, Measured, Way, choose, estimate
-from e2sci.runtime.cloud import Cloud
-from e2sci.runtime.edge import Edge, options_from
-from e2sci.runtime.options import Options, Result
-from e2sci.runtime.passes import PassTimes
+from e2sci.runtime.edge import options_from
+from e2sci.runtime.options import Options
 from e2sci.server.openai_requests import DEFAULTS
 from e2sci.session.edge import Origin
 from live import LiveCloud
+from stage import (
+    AGAIN,
+    BAD,
+    FAR,
+    GOOD,
+    LAN,
+    MIDDLING,
+    PAPER,
+    WAN,
+    WRONG,
+    Stage,
+    Story,
+    drifted,
+    play,
+    with_draft,
+)
 from world import DRAFT, World, opening
 
-# ---- the choice, a pure function ----------------------------------------------------------
-
-
-def flat(ms: float) -> PassTimes:
-    return PassTimes(((1, ms), (32, ms)))
-
-
-GROWING = PassTimes(((1, 47), (2, 93), (4, 172), (8, 329), (16, 471), (32, 936)))
-measured = st.builds(
-    Measured,
-    draft_ms=st.floats(1, 100),
-    rtt_ms=st.floats(0, 1000),
-    acceptance=st.floats(0, 1),
-    passes=st.floats(5, 200).map(flat) | st.just(GROWING),
-    load=st.floats(0.5, 4),
-)
-
-
-@given(measured)
-@settings(max_examples=60, deadline=None)
-def test_the_fastest_is_never_expected_to_be_slower_than_the_cloud_alone(m: Measured) -> None:
-    choice = choose(m)
-    assert choice.best.ms <= m.pass_ms(1)
-    assert choice.pays == (choice.cloud.ms > MARGIN * choice.draft.ms)
-
-
-@given(measured)
-@settings(max_examples=60, deadline=None)
-def test_fill_is_never_expected_to_cost_time(m: Measured) -> None:
-    filled, waiting = (estimate(m, Way("pipelined", fill, 1)).ms for fill in (True, False))
-    assert filled <= min(waiting, m.pass_ms(1)) * (1 + 1e-9)
-
-
-@given(measured, st.lists(st.floats(0, 20), min_size=2, max_size=4).map(sorted))
-@settings(max_examples=60, deadline=None)
-def test_the_more_the_cloud_is_worth_the_less_of_it_is_used(
-    m: Measured, gammas: list[float]
-) -> None:
-    """By MARGIN, since below it the cloud alone is preferred."""
-    chosen = [choose(m, gamma).best for gamma in gammas]
-    for dear, cheap in zip(chosen[1:], chosen, strict=False):
-        assert dear.cloud_ms <= MARGIN * cheap.cloud_ms * (1 + 1e-9)
-        assert dear.ms * MARGIN >= cheap.ms * (1 - 1e-9)
-
-
-@given(measured, st.floats(1.01, 3))
-@settings(max_examples=60, deadline=None)
-def test_better_circumstances_never_make_it_slower(m: Measured, factor: float) -> None:
-    ms = choose(m).best.ms
-    better = (
-        replace(m, draft_ms=m.draft_ms / factor),
-        replace(m, rtt_ms=m.rtt_ms / factor),
-        replace(m, acceptance=min(1.0, m.acceptance * factor)),
-    )
-    for other in better:
-        assert choose(other).best.ms <= MARGIN * ms * (1 + 1e-9)
-
-
-def test_known_choices() -> None:
-    paper = Measured(10, 40, 0.8, flat(50))
-    assert [choose(paper, g).best.way.mode for g in (0, 1, 4)] == ["pipelined", "pipelined", "sync"]
-    assert choose(paper).best.way == Way("pipelined", True, 1)
-    assert not choose(paper, 1).best.way.fill
-    assert not choose(replace(paper, draft_ms=60)).pays
-    assert not choose(replace(paper, acceptance=0.1)).pays
-    assert not choose(Measured(34, 40, 0.9, GROWING)).pays
-    assert choose(paper, window=7).draft.way.window == 7
-    assert choose(paper, 9, fill=True).draft.way.fill
-    assert choose(replace(paper, draft_ms=2)).draft.way.window == 5  # a frame every 10 ms
-
-
 # ---- an edge and a cloud on the virtual clock ---------------------------------------------
-
-PAPER, LAN, WAN = PROFILES["paper"], PROFILES["lan"], PROFILES["wan"]
-FAR = replace(PAPER, name="far", link=LinkProfile(500, up_mbps=1, down_mbps=1))
-
-
-def with_draft(ms: float) -> Profile:
-    return from_dict({**PAPER.to_dict(), "name": f"draft-{ms}", "draft": {"ms": ms}})
-
-
-def drifted(divergence: float) -> SyntheticConfig:
-    return SyntheticConfig(divergence=divergence, eos_bias=-9)
-
-
-GOOD, MIDDLING, BAD = drifted(0.3), drifted(1.0), drifted(4.0)
-WRONG = SyntheticConfig(random=True, eos_bias=-9)
-AGAIN = 64  # tokens of warm-up
-
-
-@dataclass
-class Story:
-    """Requests one after the other on one edge; `times`: of each token, in seconds."""
-
-    results: list[Result]
-    times: list[list[float]]
-
-    def rate(self, request: int = -1, since: int = 0, until: int | None = None) -> float:
-        times = self.times[request][since:until]
-        return (len(times) - 1) / (times[-1] - times[0])
-
-
-@dataclass
-class Stage:
-    """What a scene may change: the link and the devices."""
-
-    end: LinkEnd
-    at_edge: Device
-    at_cloud: Device
-
-    def far(self, rtt_ms: float) -> None:
-        self.end._out._delay = self.end._back._delay = rtt_ms / 2e3
-
-
-def play(
-    profile: Profile,
-    draft: SyntheticConfig,
-    requests: int = 1,
-    most: int = 300,
-    scene: Callable[[Stage, int], None] | None = None,
-    told: Profile | None = None,
-    **changes: Any,
-) -> Story:
-    """`scene(stage, n)` is called behind token n; `told`: what the cloud says of itself."""
-
-    async def bounded() -> Story:
-        async with asyncio.timeout(3600):  # else pings would keep a deadlock going
-            return await story()
-
-    async def story() -> Story:
-        engines = [Metered(Synthetic(c, 1)) for c in (draft, SyntheticConfig(eos_bias=-9))]
-        devices = [Device(profile.draft, engines[0]), Device(profile.target, engines[1])]
-        end, cloud_end = link_pair(profile.link)
-        times = (told or profile).pass_times
-        cloud = Cloud(engines[1], times=times, worker=devices[1], limits=TIMELESS)
-
-        async def connect() -> LinkEnd:
-            return end
-
-        stage, story = Stage(end, *devices), Story([], [])
-        async with cloud:
-            serving = asyncio.create_task(cloud.serve(cloud_end))
-            async with Edge(connect, engines[0], worker=devices[0]) as edge:
-                for number in range(requests):
-                    moments: list[float] = []
-                    prompt = f"the cat {number}"
-                    async for piece in edge.stream(prompt, max_tokens=most, **changes):
-                        for _ in piece.commits:
-                            moments.append(asyncio.get_running_loop().time())
-                            if scene:
-                                scene(stage, len(moments))
-                        if piece.result:
-                            story.results.append(piece.result)
-                    story.times.append(moments)
-            serving.cancel()
-            with suppress(asyncio.CancelledError):
-                await serving
-        return story
-
-    return run(bounded)
-
 
 CONDITIONS = {
     "good, lan": (LAN, GOOD),
