@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -20,22 +21,24 @@ SECONDS = 60
 
 
 class Watched(Wrapper):
-    """Keeps the steps of each pass; `broken`: tokens at which a pass fails."""
+    """Keeps the steps of each pass, which takes `seconds`; `broken`: tokens at which one fails."""
 
-    def __init__(self, engine: Engine, broken: Sequence[int] = ()) -> None:
+    def __init__(self, engine: Engine, seconds: float = 0.0) -> None:
         super().__init__(engine)
         self.passes: list[list[int]] = []
-        self.broken = broken
+        self.broken: Sequence[int] = ()
+        self.seconds = seconds
 
     def forward(self, steps: Sequence[Step]) -> list[list[Distribution]]:
         self.passes.append([len(step.tokens) for step in steps])
+        time.sleep(self.seconds)
         if any(token in self.broken for step in steps for token in step.tokens):
             raise OSError("gone")
         return super().forward(steps)
 
 
-def synthetic(slots: int = 4, **config: int) -> Watched:
-    return Watched(Synthetic(SyntheticConfig(**config), slots))
+def synthetic(slots: int = 4, seconds: float = 0.0, **config: int) -> Watched:
+    return Watched(Synthetic(SyntheticConfig(**config), slots), seconds)
 
 
 def together(lockstep: Lockstep, *readers) -> list:
@@ -94,6 +97,26 @@ def test_passes_are_common_and_always_as_wide():
     together(Lockstep([engine]), read, read)
     assert engine.passes == [[2]] * 2 + [[1] * 4] * 2
     assert [engine.length(place) for place in range(4)] == [0] * 4
+
+
+def test_a_cheap_pass_with_few_comes_before_a_dear_one_that_they_would_miss():
+    cheap, dear = synthetic(seconds=0.001), synthetic(seconds=0.05)
+    met = Barrier(3)
+
+    def read(*wanted: int):
+        def reader(*engines: Engine) -> None:
+            for engine in engines:
+                engine.forward([Step(0, [97, 98])])
+            engines[0].forward([Step(0, [99])])
+            engines[1].forward([Step(0, [99])])
+            met.wait(SECONDS)
+            for model in wanted:
+                engines[model].forward([Step(0, [100])])
+
+        return reader
+
+    together(Lockstep([cheap, dear]), read(1), read(1), read(0, 0, 1))
+    assert [sum(steps == [1] * 4 for steps in each.passes) for each in (cheap, dear)] == [3, 2]
 
 
 def test_one_that_ends_or_never_asks_holds_nobody_up():

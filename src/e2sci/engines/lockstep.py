@@ -7,8 +7,9 @@ reader is a thread with a place of its own in every model; its engines block unt
     with lockstep.reader() as (draft, target):     # in any of up to N threads
         ...                                        # forward, truncate: as with any engine
 
-A pass begins once every reader waits for one, on the model that most of them wait for. A reader
-counts from its first step on: before, it may wait for something else (a file's lock).
+A pass begins once every reader waits for one, on the model that serves the most of them for its
+time: a pass of a small draft model with few in it costs less than one of the target that some will
+miss. A reader counts from its first step on: before, it may wait for something else (a file's lock).
 
 A pass always feeds N tokens, one for each place: whoever asks for nothing gets a dummy that is cut
 off again. So a pass has the same shape whoever is in it, and on an engine that keeps its sequences
@@ -18,7 +19,9 @@ Longer steps, which are prompts, go in a pass of their own.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +45,7 @@ class Lockstep:
         self._reading: set[int] = set()  # places that have asked for something
         self._asked: list[dict[int, int]] = [{} for _ in engines]  # by model: place → token
         self._answers: dict[int, Distribution | BaseException] = {}  # by place
+        self._seconds = [0.0] * len(engines)  # of the last pass of each model
 
     @contextmanager
     def reader(self) -> Iterator[list[Engine]]:
@@ -91,15 +95,24 @@ class Lockstep:
     def _pass_if_all_wait(self) -> None:
         """The last reader to wait makes the pass, for all."""
         if sum(map(len, self._asked)) == len(self._reading) > 0:
-            model = max(range(len(self._asked)), key=lambda model: len(self._asked[model]))
+            model = max(range(len(self._asked)), key=self._gain)
             asked, self._asked[model] = self._asked[model], {}
+            began = time.perf_counter()
             try:
                 answers = self._pass(self.engines[model], asked)
             except BaseException as error:
                 self._answers |= dict.fromkeys(asked, error)
             else:
                 self._answers |= {place: answers[place] for place in asked}
+            self._seconds[model] = time.perf_counter() - began
             self._changed.notify_all()
+
+    def _gain(self, model: int) -> float:
+        """Readers served a second by a pass of `model`."""
+        waiting, seconds = len(self._asked[model]), self._seconds[model]
+        if not waiting:
+            return 0.0
+        return waiting / seconds if seconds else math.inf
 
     def _pass(self, engine: Engine, asked: dict[int, int]) -> list[Distribution]:
         """What follows `asked`, by place; dummies answered too."""
