@@ -8,8 +8,9 @@ reader is a thread with a place of its own in every model; its engines block unt
         ...                                        # forward, truncate: as with any engine
 
 A pass begins once every reader waits for one, on the model that serves the most of them for its
-time: a pass of a small draft model with few in it costs less than one of the target that some will
-miss. A reader counts from its first step on: before, it may wait for something else (a file's lock).
+time: a pass of a small draft model with few in it costs less than one of the target that some
+would miss. A reader counts from its first step on: before, it may wait for something else (a
+file's lock).
 
 A pass always feeds N tokens, one for each place: whoever asks for nothing gets a dummy that is cut
 off again. So a pass has the same shape whoever is in it, and on an engine that keeps its sequences
