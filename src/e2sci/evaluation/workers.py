@@ -9,6 +9,8 @@ groups then, since it takes one thing at a time.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -102,7 +104,16 @@ _worker: tuple[Callable[[Any], Any], int]
 
 def _start(make: Callable[[], Any], step: Callable[[Any, Any], Any], threads: int) -> None:
     global _worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = partial(step, make()), threads
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed can't stop its workers, and a group may take hours."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _group(items: Sequence[Any]) -> list[Any]:
