@@ -13,11 +13,13 @@ import pytest
 
 from e2sci.decoding.distribution import Dense, Distribution
 from e2sci.engines.base import ContextFull, Engine, Step, Wrapper
-from e2sci.engines.lockstep import Lockstep
+from e2sci.engines.lockstep import Lockstep, Seat
+from e2sci.engines.memory import Remembering
 from e2sci.engines.synthetic import Synthetic, SyntheticConfig
 from tiny_gguf import CONTEXT, gguf
 
 SECONDS = 60
+PROMPT = [100, 101, 102]
 
 
 class Watched(Wrapper):
@@ -167,6 +169,41 @@ def test_on_llama_cpp_companions_change_no_bit(tmp_path):
         [alone] = together(lockstep, writer(seed))
         lockstep.close()
         np.testing.assert_array_equal(found[seed], alone)
+
+
+def test_a_place_that_is_not_needed_computes_what_will_be(tmp_path):
+    """One reader writes with the first model, another with the second, then the other way round."""
+    engines = synthetic(eos_bias=-9), synthetic(seed=2, eos_bias=-9)
+    lockstep, met, known = Lockstep(engines), Barrier(2), []
+
+    def write(engine: Engine, fed: list[int]) -> list[int]:
+        written = []
+        for _ in range(10):
+            [[p]] = engine.forward([Step(0, fed)])
+            fed = [p.argmax]
+            written += fed
+        return written
+
+    def reader(number: int):
+        def read(*seats: Seat) -> list[int]:
+            folders = [tmp_path / f"{number}-{model}" for model in (0, 1)]
+            both = [Remembering(*each) for each in zip(seats, folders, strict=True)]
+            known.extend(both)
+            with both[0].request(PROMPT), both[1].request(PROMPT):
+                for engine, seat in zip(both, seats, strict=True):
+                    engine.compute(PROMPT, engine._keys)
+                    seat.meanwhile(engine)
+                met.wait(SECONDS)
+                return write(both[number], PROMPT) + write(both[1 - number], PROMPT)
+
+        return read
+
+    found = together(lockstep, reader(0), reader(1))
+    for number, written in enumerate(found):
+        for model, part in ((number, written[:10]), (1 - number, written[10:])):
+            alone = Synthetic(SyntheticConfig(seed=model + 1, eos_bias=-9), 1)
+            assert part == write(alone, PROMPT)
+    assert sum(engine.computed for engine in known) < 36  # of 40
 
 
 @pytest.mark.models

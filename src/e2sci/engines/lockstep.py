@@ -12,10 +12,11 @@ time: a pass of a small draft model with few in it costs less than one of the ta
 would miss. A reader counts from its first step on: before, it may wait for something else (a
 file's lock).
 
-A pass always feeds N tokens, one for each place: whoever asks for nothing gets a dummy that is cut
-off again. So a pass has the same shape whoever is in it, and on an engine that keeps its sequences
-apart (`LlamaCpp(…, apart=True)`) what a reader reads depends on its own tokens alone, bit for bit.
-Longer steps, which are prompts, go in a pass of their own.
+A pass always feeds N tokens, one for each place. Whoever asks for nothing may have a guess at what
+it will ask for (`Ahead`); else a dummy is fed and cut off again. So a pass has the same shape
+whoever is in it, and on an engine that keeps its sequences apart (`LlamaCpp(…, apart=True)`) what a
+reader reads depends on its own tokens alone, bit for bit. Longer steps, which are prompts, go in a
+pass of their own.
 """
 
 from __future__ import annotations
@@ -26,11 +27,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from e2sci.decoding.distribution import Distribution
 from e2sci.engines.base import ContextFull, Engine, ModelInfo, Step, Tokenizer
 
 _DUMMY = 0
+
+
+class Ahead(Protocol):
+    """Uses a place in passes that its reader doesn't need. Called while every reader waits."""
+
+    def guess(self) -> int | None:
+        """The token to feed behind what the place holds; None for none."""
+        ...
+
+    def guessed(self, token: int, p: Distribution) -> None:
+        """`token` has been fed, and stays."""
+        ...
 
 
 class Lockstep:
@@ -46,23 +60,25 @@ class Lockstep:
         self._reading: set[int] = set()  # places that have asked for something
         self._asked: list[dict[int, int]] = [{} for _ in engines]  # by model: place → token
         self._answers: dict[int, Distribution | BaseException] = {}  # by place
+        self._ahead: list[dict[int, Ahead]] = [{} for _ in engines]  # by model and place
         self._seconds = [0.0] * len(engines)  # of the last pass of each model
 
     @contextmanager
-    def reader(self) -> Iterator[list[Engine]]:
+    def reader(self) -> Iterator[list[Seat]]:
         """One engine of a single sequence for each model. Raises RuntimeError when all N places
         are taken."""
         with self._changed:
             if not self._free:
                 raise RuntimeError(f"all {self.places} places are taken")
             place = self._free.pop(0)
-        seats = [_Seat(self, model, place) for model in range(len(self.engines))]
+        seats = [Seat(self, model, place) for model in range(len(self.engines))]
         try:
-            yield list(seats)
+            yield seats
         finally:
             with self._changed:
-                for engine in self.engines:
+                for engine, ahead in zip(self.engines, self._ahead, strict=True):
                     engine.truncate(place, 0)
+                    ahead.pop(place, None)
                 self._free.append(place)
                 self._reading.discard(place)
                 self._pass_if_all_wait()
@@ -93,6 +109,9 @@ class Lockstep:
         with self._changed:
             self.engines[model].truncate(place, length)
 
+    def ahead(self, model: int, place: int, ahead: Ahead) -> None:
+        self._ahead[model][place] = ahead
+
     def _pass_if_all_wait(self) -> None:
         """The last reader to wait makes the pass, for all."""
         if sum(map(len, self._asked)) == len(self._reading) > 0:
@@ -100,7 +119,7 @@ class Lockstep:
             asked, self._asked[model] = self._asked[model], {}
             began = time.perf_counter()
             try:
-                answers = self._pass(self.engines[model], asked)
+                answers = self._pass(model, asked)
             except BaseException as error:
                 self._answers |= dict.fromkeys(asked, error)
             else:
@@ -115,18 +134,28 @@ class Lockstep:
             return 0.0
         return waiting / seconds if seconds else math.inf
 
-    def _pass(self, engine: Engine, asked: dict[int, int]) -> list[Distribution]:
-        """What follows `asked`, by place; dummies answered too."""
-        idle = {place: engine.length(place) for place in range(self.places) if place not in asked}
-        steps = [Step(place, [asked.get(place, _DUMMY)]) for place in range(self.places)]
+    def _pass(self, model: int, asked: dict[int, int]) -> list[Distribution]:
+        """What follows `asked`, by place; guesses and dummies answered too."""
+        engine, ahead = self.engines[model], self._ahead[model]
+        guesses = {
+            place: token
+            for place, each in ahead.items()
+            if place not in asked and (token := each.guess()) is not None
+        }
+        fed = {**guesses, **asked}
+        idle = {place: engine.length(place) for place in range(self.places) if place not in fed}
+        steps = [Step(place, [fed.get(place, _DUMMY)]) for place in range(self.places)]
         try:
-            return [found for [found] in engine.forward(steps)]
+            answers = [found for [found] in engine.forward(steps)]
         finally:
             for place, length in idle.items():
                 engine.truncate(place, length)
+        for place, token in guesses.items():
+            ahead[place].guessed(token, answers[place])
+        return answers
 
 
-class _Seat:
+class Seat:
     """A reader's sequence of one model, as an engine."""
 
     slots = 1
@@ -147,6 +176,10 @@ class _Seat:
         if len(step.tokens) == step.outputs == 1:
             return [[self._lockstep.token(self._model, self._place, step.tokens[0])]]
         return [self._lockstep.alone(self._model, replace(step, sequence=self._place))]
+
+    def meanwhile(self, ahead: Ahead) -> None:
+        """Let `ahead` use the place when the reader doesn't."""
+        self._lockstep.ahead(self._model, self._place, ahead)
 
     def length(self, sequence: int) -> int:
         return self._engine.length(self._place)

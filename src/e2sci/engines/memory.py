@@ -40,6 +40,8 @@ from e2sci.engines.base import ContextFull, Engine, Step, Wrapper
 KEPT = 14.0
 LEAST = 24
 MOST = 384
+AHEAD = 16
+"""Tokens that are computed beyond what was asked for, where it costs nothing."""
 
 _HEAD = struct.Struct("<16sHd")
 _MAX_FILE = 1 << 30
@@ -54,6 +56,7 @@ class Remembering(Wrapper):
         self._store: _Store | None = None
         self._prompt: list[int] = []
         self._held: list[int] = []  # tokens in the engine's own cache
+        self._held_keys: list[bytes] = []  # of each prefix of them from the prompt on
         self._tokens: list[int] = []  # tokens in the sequence, as the caller sees it
         self._keys: list[bytes] = []  # of each prefix from the prompt on
         self.computed = 0
@@ -126,17 +129,44 @@ class Remembering(Wrapper):
         assert found is not None
         return found
 
+    # ---- ahead of what is asked, see `lockstep.Ahead` -------------------------------------
+
+    def guess(self) -> int | None:
+        """What it takes to catch up with the sequence, then what the model itself would say."""
+        if self._store is None or not self._held_keys:
+            return None
+        shared = _shared(self._held, self._tokens)
+        if shared < min(len(self._held), len(self._tokens)):
+            self._cut(max(shared, len(self._prompt)))
+        held = len(self._held)
+        if held < len(self._tokens):
+            return self._tokens[held]
+        known = self._store.get(self._held_keys[-1])
+        if known is None or held >= min(len(self._tokens) + AHEAD, self.info.context):
+            return None
+        return None if known.argmax in self.info.eos_ids else known.argmax
+
+    def guessed(self, token: int, p: Distribution) -> None:
+        self._took([token], _chained(self._held_keys[-1], token), p)
+
+    # ---- the engine's own cache -----------------------------------------------------------
+
     def _feed(self, tokens: list[int], key: bytes) -> None:
-        assert self._store is not None
         [[p]] = self._engine.forward([Step(0, tokens)])
-        self._held += tokens
         self.computed += 1
+        self._took(tokens, key, p)
+
+    def _took(self, tokens: list[int], key: bytes, p: Distribution) -> None:
+        assert self._store is not None
         assert isinstance(p, Dense)
+        self._held += tokens
+        self._held_keys.append(key)
         self._store.put(key, p)
 
     def _cut(self, length: int) -> None:
         self._engine.truncate(0, length)
         del self._held[length:]
+        del self._held_keys[max(0, length - len(self._prompt) + 1) :]
 
 
 class _Promise:

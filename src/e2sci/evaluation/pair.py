@@ -81,11 +81,13 @@ class Pair:
         `abreast` threads may be in here at once."""
         ids = prompt_ids(self.models.draft, prompt, system=None, raw=False)
         with ExitStack() as stack:
-            engines = stack.enter_context(self._lockstep.reader())
+            seats = stack.enter_context(self._lockstep.reader())
+            engines: list[Engine] = list(seats)
             for i, folder in enumerate(self._memories):
                 if folder:
-                    engines[i] = known = Remembering(engines[i], folder)
+                    engines[i] = known = Remembering(seats[i], folder)
                     stack.enter_context(known.request(ids))
+                    seats[i].meanwhile(known)
             yield Models(*engines)
 
     def close(self) -> None:
