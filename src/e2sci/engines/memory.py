@@ -13,6 +13,7 @@ Two properties make measurements exact rather than only cheap:
   no difference which method asked first, or for how many positions at once.
 - *Nothing is computed before it is looked at.* An output is a promise; what a pass would compute
   behind a rejection is never computed. (How long a pass takes is the emulated device's business.)
+  Only where it costs nothing is there something computed ahead (`lockstep.Ahead`).
 
 Kept are all tokens within KEPT nats of certainty, at least LEAST and at most MOST, with their exact
 logits: enough for every decision to be what it is on the whole distribution. A file a prompt:
@@ -73,6 +74,7 @@ class Remembering(Wrapper):
         path = self._directory / f"{key.hex()}.mem"
         with FileLock(path.with_suffix(".lock")), _Store(path, self.info.vocab_size) as store:
             self._store, self._prompt, self._keys = store, list(prompt), [key]
+            self._cut(0)
             try:
                 yield
             finally:
