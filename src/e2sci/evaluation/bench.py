@@ -59,8 +59,8 @@ def bench(
 ) -> Generator[Answer, None, None]:
     """Run what is missing and keep it in `results`; yields each answer when it is kept.
 
-    `jobs`: worker processes, 0 to run in this one. Closing the generator stops after the requests
-    under way. Raises what a worker raises.
+    `jobs`: worker processes, 0 to run in this one. Closing the generator drops what is under way
+    (see `spread`). Raises what a worker raises.
     """
     done = {name: results.done(name) for name in plan.methods}
     each = [(p, [name for name in plan.methods if p.row not in done[name]]) for p in problems]

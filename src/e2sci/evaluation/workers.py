@@ -2,8 +2,8 @@
 
 spread(partial(Recorder, recording), Recorder.record, problems, jobs=2, in_order=True)
 
-A worker can work on several items at once, in threads: `abreast`. They are handed to a process by
-groups then, since it takes one thing at a time.
+A worker can work on several items at once, in threads: `abreast`. A process of an executor does one
+thing at a time, so it is asked in *turns*: begin these items, and say what has ended since.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -18,13 +19,13 @@ from concurrent.futures import (
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
+    as_completed,
     wait,
 )
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
-
-_GROUP = 4  # items for each thread of a process: the last ones of a group leave threads idle
 
 
 class Worker(Protocol):
@@ -49,7 +50,8 @@ def spread(
 ) -> Iterator[Done]:
     """`step` of every item, by `jobs` processes with a worker each, or here for 0, and `abreast`
     threads in each. In the items' order, or as they are done: then none waits for another to be
-    kept. Closing the iterator stops after the items under way. Raises what a step raises."""
+    kept. Closing the iterator waits for one item of each process and drops what else is under
+    way. Raises what a step raises."""
     if jobs == 0:
         worker = make()
         try:
@@ -57,13 +59,15 @@ def spread(
         finally:
             worker.close()
         return
-    size = min(_GROUP * abreast, -(-len(items) // jobs)) if abreast > 1 else 1
-    groups = [items[at : at + size] for at in range(0, len(items), size)]
     # Spawned, not forked: llama.cpp's threads don't survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start, (make, step, abreast)) as pool:
-        for group in _results(pool, _group, groups, jobs, in_order):
-            yield from group
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(ProcessPoolExecutor(1, context, _start, (make, step, abreast)))
+            for _ in range(min(jobs, len(items)))
+        ]
+        found = _turns(pools, items, abreast)
+        yield from _ordered(found) if in_order else (done for _, done in found)
 
 
 def _threaded(
@@ -73,52 +77,88 @@ def _threaded(
         yield from map(step, items)
         return
     with ThreadPoolExecutor(threads) as pool:
-        yield from _results(pool, step, items, threads, in_order)
+        running = [pool.submit(step, item) for item in items]
+        try:
+            yield from (each.result() for each in (running if in_order else as_completed(running)))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _results(
-    pool: Executor, step: Callable[[Any], Any], items: Sequence[Any], workers: int, in_order: bool
-) -> Iterator[Any]:
-    try:
-        yield from pool.map(step, items) if in_order else _as_done(pool, step, items, workers)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def _turns(
+    pools: Sequence[Executor], items: Sequence[Any], abreast: int
+) -> Iterator[tuple[int, Any]]:
+    """What each item became, with its number, as they end."""
+    left = deque(enumerate(items))
+    under_way = dict.fromkeys(pools, 0)
+    turns: dict[Future[list[tuple[int, Any]]], Executor] = {}
+
+    def turn(pool: Executor, most: int) -> None:
+        begun = [left.popleft() for _ in range(min(most, len(left)))]
+        under_way[pool] += len(begun)
+        if under_way[pool]:
+            turns[pool.submit(_turn, begun)] = pool
+
+    for pool in pools:
+        turn(pool, min(abreast, -(-len(items) // len(pools))))
+    while turns:
+        for future in wait(turns, return_when=FIRST_COMPLETED).done:
+            pool, ended = turns.pop(future), future.result()
+            under_way[pool] -= len(ended)
+            turn(pool, len(ended))
+            yield from ended
 
 
-def _as_done(
-    pool: Executor, step: Callable[[Any], Any], items: Sequence[Any], workers: int
-) -> Iterator[Any]:
-    running: set[Future[Any]] = set()
-    for item in items:
-        running.add(pool.submit(step, item))
-        if len(running) > workers:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    while running:
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        yield from (future.result() for future in done)
+def _ordered(found: Iterator[tuple[int, Done]]) -> Iterator[Done]:
+    early: dict[int, Done] = {}
+    following = 0
+    for number, done in found:
+        early[number] = done
+        while following in early:
+            yield early.pop(following)
+            following += 1
 
 
-_worker: tuple[Callable[[Any], Any], int]
+# ---- in a worker process ------------------------------------------------------------------
+
+_inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+_ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
 
 
 def _start(make: Callable[[], Any], step: Callable[[Any, Any], Any], threads: int) -> None:
-    global _worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = partial(step, make()), threads
+    worker = make()
+    for _ in range(threads):  # daemons: an end needn't wait for what nobody will hear of
+        threading.Thread(target=_work, args=(partial(step, worker),), daemon=True).start()
+
+
+def _work(step: Callable[[Any], Any]) -> None:
+    while True:
+        number, item = _inbox.get()
+        try:
+            _ended.put((number, step(item), None))
+        except BaseException as error:
+            _ended.put((number, None, error))
+
+
+def _turn(begun: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Begin these, and wait for what ends next. Raises what a step raises."""
+    for each in begun:
+        _inbox.put(each)
+    try:
+        ended = [_ended.get()]
+    except KeyboardInterrupt:  # the parent's too, which stops in its own way
+        os._exit(1)
+    while not _ended.empty():
+        ended.append(_ended.get())
+    for _, _, error in ended:
+        if error is not None:
+            raise error
+    return [(number, done) for number, done, _ in ended]
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed can't stop its workers, and a group may take hours."""
+    """A parent that is killed can't stop its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _group(items: Sequence[Any]) -> list[Any]:
-    done: list[Any] = []
-    with suppress(KeyboardInterrupt):  # the parent stops us in its own way
-        step, threads = _worker
-        done.extend(_threaded(step, items, threads, in_order=True))
-    return done
