@@ -27,7 +27,7 @@ PHONE = {"width": 360, "height": 740}
 DESK = {"width": 1440, "height": 900}
 SYNC = {"mode": "sync", "temperature": 1, "seed": 7, "max_tokens": 60}
 """Settings whose text is the same each time."""
-CERTAIN = {"accept": "rejection"}
+CERTAIN = {"accept": "elastic"}
 """With SYNC, so are the origins. (Under strict a cloud that has read the prompt before the first
 window is there writes a token by itself, so where windows end is for the clock to say.)"""
 
