@@ -91,7 +91,17 @@ class Bencher:
         problem, names = work
         verdicts: dict[str, bool | None] = {}
         with self.pair.request(problem.prompt) as models:
-            return [self._by(problem, name, models, verdicts) for name in names]
+            by = {
+                name: self._by(problem, name, models, verdicts)
+                for name in sorted(names, key=self._reach, reverse=True)
+            }
+        return [by[name] for name in names]
+
+    def _reach(self, name: str) -> int:
+        """How far a method in turns drafts past what will stand. Who reaches furthest goes first,
+        so that the others find all of it remembered and no text is read again for a token more."""
+        options = method(name, self.plan.setting).options
+        return int(options["window"]) if options.get("mode") == "sync" else 0
 
     def _by(
         self, problem: Problem, name: str, models: Models, verdicts: dict[str, bool | None]
