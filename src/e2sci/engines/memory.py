@@ -73,8 +73,9 @@ class Remembering(Wrapper):
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{key.hex()}.mem"
         with FileLock(path.with_suffix(".lock")), _Store(path, self.info.vocab_size) as store:
-            self._store, self._prompt, self._keys = store, list(prompt), [key]
-            self._cut(0)
+            if [*prompt] != self._prompt:
+                self._cut(0)
+            self._store, self._prompt, self._keys = store, [*prompt], [key]
             try:
                 yield
             finally:
