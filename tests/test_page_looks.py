@@ -24,17 +24,18 @@ def edge(one_cloud):
 
 def test_the_charts_are_of_the_answer(visit, edge):
     visit.ask("hello", accept="elastic", **SYNC)
-    visit.until(
-        "document.querySelectorAll('.js-plotly-plot').length === 4"
-        " && !document.querySelector('#timeline').ariaLabel.startsWith('No ')"
-    )
     _, trace = answered(edge, "hello", accept="elastic")
+    count = len(told(trace, "windows"))
+    visit.until(  # they are drawn now and then, all at once
+        "document.querySelectorAll('.js-plotly-plot').length === 4"
+        f" && document.querySelector('#timeline').ariaLabel.includes('{count} windows')"
+    )
     drawn = visit.page.evaluate(
         "Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')]"
         ".map(each => [each.id, each.data.map(trace => [trace.name, [...trace.x], [...trace.y]])]))"
     )
     windows = sum(len(x) for name, x, _ in drawn["timeline"] if name not in ("drafting", "fill"))
-    assert windows == len(told(trace, "windows"))
+    assert windows == count
     credit = {name: y for name, _, y in drawn["credit"]}
     assert credit["credit"] == [each["credit"] for each in told(trace, "judged")]
     assert credit["threshold"] == [each["threshold"] for each in told(trace, "judged")]
