@@ -5,9 +5,9 @@
 A Q5_0 block is a scale and 32 integers of five bits, a Q8_0 block the same scale and integers of
 eight. llama.cpp has matrix kernels (AMX) for the second and none for the first, so a pass of many
 tokens through the default draft takes .4 of the time. Identities in results stay those of the
-models' own files, since no weight differs; every tensor is compared when it is written. The results
-in docs/results are made this way. Needs the package gguf, and a llama.cpp whose AMX kernels work
-(see the README).
+models' own files, since no weight differs; every tensor is compared when it is written. Other
+kernels round in another way, so what is remembered has a folder of its own. Needs the package gguf,
+and a llama.cpp whose AMX kernels work (see the README). `abreast.py` times it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import platformdirs
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from e2sci.cli import main
-from e2sci.engines import llama_cpp
+from e2sci.engines import llama_cpp, llama_library
+from e2sci.evaluation import pair
 
 Q5, Q8 = GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0
 KEPT = "token_embd.weight"  # looked up, never multiplied
@@ -85,7 +86,14 @@ def wide(data: np.ndarray) -> np.ndarray:
     return made.reshape(*data.shape[:-1], -1)
 
 
-llama_cpp._load = load  # also in the worker processes, which import this file
+def arithmetic() -> str:
+    """As llama_library.arithmetic, for the names of memories."""
+    return f"{llama_library.arithmetic()}-widened"
+
+
+# Also in the worker processes, which import this file.
+llama_cpp._load = load
+pair.arithmetic = arithmetic  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     main()

@@ -118,6 +118,12 @@ def cached(engine: Synthetic) -> int:
     return sum(engine.length(sequence) for sequence in range(engine.slots))
 
 
+def running(pid: int) -> bool:
+    """A zombie that nobody has collected doesn't run."""
+    ps = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(ps.stdout.strip()) and not ps.stdout.startswith("Z")
+
+
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
     """Wait for `condition`, which must come true."""
     for _ in range(int(seconds / 0.002)):

@@ -11,6 +11,7 @@ import pytest
 
 from e2sci.evaluation import sandbox
 from e2sci.evaluation.sandbox import Outcome, run
+from live import running
 
 LINUX = sys.platform == "linux"
 
@@ -298,12 +299,6 @@ def test_what_the_child_started_is_killed() -> None:
     while running(grandchild) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(grandchild)
-
-
-def running(pid: int) -> bool:
-    """A zombie that nobody has collected doesn't run."""
-    ps = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return bool(ps.stdout.strip()) and not ps.stdout.startswith("Z")
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")

@@ -44,11 +44,11 @@ async def test_a_place_goes_to_who_has_fewest_then_to_who_waits_longest_for_a_tu
     crowd = Crowd(2)
     await crowd.come("a1", "a2", "a3", "a4", "b1", "b2", "c1")
     assert crowd.served == ["a1", "a2"]
-    assert (crowd.shares.full, crowd.shares.waiting) == (True, 5)
+    assert (crowd.shares.full, len(crowd.shares._line)) == (True, 5)
     for leaving in ("a1", "a2", "b1", "c1", "a3", "b2", "a4"):
         await crowd.leave(leaving)
     assert crowd.served == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
-    assert (crowd.shares.full, crowd.shares.waiting) == (False, 0)
+    assert (crowd.shares.full, len(crowd.shares._line)) == (False, 0)
 
 
 async def test_with_one_place_clients_alternate():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2sci.evaluation.workers import spread
+from live import running
 
 SECONDS = 60
 
@@ -71,7 +72,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
         pid = int(working[0].suffix[1:])
         parent.send_signal(signal.SIGKILL)
         parent.wait(SECONDS)
-        until(lambda: not Path(f"/proc/{pid}").exists() or zombie(pid))
+        until(lambda: not running(pid))
     finally:
         parent.kill()
 
@@ -82,11 +83,3 @@ def until(true):
             return found
         time.sleep(0.1)
     raise AssertionError("it did not come true in time")
-
-
-def zombie(pid: int) -> bool:
-    """Dead, and not yet buried by whoever has adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -34,10 +34,6 @@ class Shares:
         """Whether who comes now has to wait."""
         return len(self._seated) == self._places
 
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
-
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[None]:
         """A place for `owner`, as soon as it is its turn."""
