@@ -73,6 +73,36 @@ def test_what_is_not_looked_at_is_never_computed(tmp_path: Path) -> None:
     assert memory.computed == 2
 
 
+def test_guesses_follow_what_is_sure_then_the_model_where_drafts_differ(tmp_path: Path) -> None:
+    engine = Fed()
+    memory = Remembering(engine, tmp_path)
+    own = [*PROMPT]
+    for _ in range(8):
+        own.append(plain(own).argmax)
+    wrong = next(token for token in range(100, 200) if token != own[4])
+
+    def guessed() -> list[int]:
+        """What is fed until there is nothing left to guess."""
+        fed = []
+        while len(fed) < 4 and (token := memory.guess()) is not None:
+            [[p]] = engine.forward([Step(0, [token])])
+            memory.guessed(token, p)
+            fed.append(token)
+        return fed
+
+    with memory.request(PROMPT):
+        [[p]] = memory.forward([Step(0, PROMPT)])
+        assert p.argmax == own[3]  # looked at: the prompt is read
+        # The second draft is one that the model wouldn't say: behind it nothing is read ahead.
+        memory.forward([Step(0, [own[3], wrong, 7], 4)])
+        assert guessed() == own[3:7]
+        # Once it is sure, as a correction is, it is followed.
+        memory.truncate(0, len(PROMPT))
+        memory.forward([Step(0, [own[3], wrong, 7], 2)])
+        follows = plain([*PROMPT, own[3], wrong]).argmax
+        assert guessed()[:2] == [wrong, follows]
+
+
 def test_it_survives_on_disk_and_a_torn_record_is_computed_again(tmp_path: Path) -> None:
     def ask() -> int:
         engine = Fed()

@@ -60,6 +60,7 @@ class Remembering(Wrapper):
         self._held_keys: list[bytes] = []  # of each prefix of them from the prompt on
         self._tokens: list[int] = []  # tokens in the sequence, as the caller sees it
         self._keys: list[bytes] = []  # of each prefix from the prompt on
+        self._sure = 0  # tokens that stay; drafts behind them are still to be judged
         self.computed = 0
 
     @property
@@ -91,6 +92,7 @@ class Remembering(Wrapper):
         if self._store is None or tokens[:shared] != self._prompt[:shared]:
             raise ValueError("open the request with its prompt first: request(prompt)")
         self._tokens = tokens
+        self._sure = len(tokens) - max(step.outputs - 1, 0)
         for token in tokens[len(self._prompt) + len(self._keys) - 1 :]:
             self._keys.append(_chained(self._keys[-1], token))
         first = len(tokens) - step.outputs + 1
@@ -105,6 +107,7 @@ class Remembering(Wrapper):
         if not 0 <= length <= len(self._tokens):
             raise ValueError(f"can't cut a cache of {len(self._tokens)} tokens to {length}")
         del self._tokens[length:]
+        self._sure = min(self._sure, length)
         del self._keys[max(1, length - len(self._prompt) + 1) :]
 
     def _at(self, n: int) -> Distribution:
@@ -135,14 +138,15 @@ class Remembering(Wrapper):
     # ---- ahead of what is asked, see `lockstep.Ahead` -------------------------------------
 
     def guess(self) -> int | None:
-        """What it takes to catch up with the sequence, then what the model itself would say."""
+        """What it takes to catch up with what is sure, then what the model itself would say: where
+        drafts say something else they will most often be rejected."""
         if self._store is None or not self._held_keys:
             return None
         shared = _shared(self._held, self._tokens)
-        if shared < min(len(self._held), len(self._tokens)):
+        if shared < min(len(self._held), self._sure):
             self._cut(max(shared, len(self._prompt)))
         held = len(self._held)
-        if held < len(self._tokens):
+        if held < self._sure:
             return self._tokens[held]
         known = self._store.get(self._held_keys[-1])
         if known is None or held >= min(len(self._tokens) + AHEAD, self.info.context):
