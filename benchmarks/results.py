@@ -3,7 +3,7 @@
     python benchmarks/results.py                      # make the page anew
     python benchmarks/results.py --take DIR NAME      # first copy a bench's records (no texts)
 
-    docs/results/bench/<task>-<profile>/              records of `e2sci bench`, report rows
+    docs/results/bench/<task>-<profile>[-<part>]/     records of `e2sci bench`, report rows
     docs/results/calibration/<task>-<profile>/        the same on the calibration rows
     docs/results/wall/                                `e2sci bench --wall`: virtual, wall-1, …
     docs/results/inertia.json, fleet.json             `e2sci inertia --json`, `e2sci fleet --json`
@@ -89,7 +89,8 @@ def page() -> Iterator[str]:
 def bench_section(name: str, results: Results) -> Iterator[str]:
     header, methods = results.header, results.methods()
     profile = from_dict(header.profile)
-    yield f"\n## {header.task}, profile `{profile.name}`\n"
+    part = name.removeprefix(f"{header.task}-{profile.name}").replace("-", " ").strip()
+    yield f"\n## {header.task}, profile `{profile.name}`{f', {part}' if part else ''}\n"
     done, asked = len(results.records("cloud")), header.last - header.first + 1
     some = "" if done == asked else f" ({done} of {asked} so far)"
     yield f"Rows {header.first} to {header.last}{some}, at most {header.max_tokens} tokens, greedy;"
