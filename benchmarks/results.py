@@ -16,7 +16,6 @@ to date with it (`quotes`).
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,14 +24,20 @@ from typing import Any
 import msgspec
 
 from e2sci.emulation.profile import Profile, from_dict
-from e2sci.evaluation import report, wall
-from e2sci.evaluation.figures import bound_share, frontier, safe, speedup, summary
-from e2sci.evaluation.inertia import Inertia
+from e2sci.evaluation import report
+from e2sci.evaluation.figures import (
+    accuracy_difference,
+    bound_share,
+    frontier,
+    safe,
+    speedup,
+    summary,
+)
 from e2sci.evaluation.methods import VARIANTS
-from e2sci.evaluation.plots import plot_inertia
-from e2sci.evaluation.records import Results
-from e2sci.evaluation.report import Column, interval, number
+from e2sci.evaluation.records import Record, Results
+from e2sci.evaluation.report import Column, both, interval, number
 from quotes import refilled
+from sections import fleet_section, inertia_section, wall_section
 
 HERE = Path(__file__).parent.parent / "docs"
 DATA = HERE / "results"
@@ -75,12 +80,59 @@ def page() -> Iterator[str]:
     """The lines of docs/results.md."""
     yield "# Results\n"
     yield (DATA / "discussion.md").read_text(encoding="utf-8")
+    yield from accuracy_section()
     for place in sorted((DATA / "bench").iterdir()):
         yield from bench_section(place.name, Results.load(place))
-    yield from inertia_section()
-    yield from wall_section()
-    yield from fleet_section()
+    yield from inertia_section(DATA)
+    yield from wall_section(DATA)
+    yield from fleet_section(DATA)
     yield "\nMade by `python benchmarks/results.py` from the files in `docs/results`.\n"
+
+
+# ---- all tasks ----------------------------------------------------------------------------
+
+
+def accuracy_section() -> Iterator[str]:
+    """What tolerating costs on the tasks together, each problem counting once."""
+    benches = [Results.load(place) for place in sorted((DATA / "bench").glob("*-paper"))]
+    rows = []
+    for method, reference in TOLERANT:
+        found = [b for b in benches if {method, reference} <= {*b.methods()}]
+        own, other = pooled(found, method), pooled(found, reference)
+        rows.append(
+            {
+                "label": f"{method} against {reference}",
+                "tasks": ", ".join(bench.header.task for bench in found),
+                **accuracy_difference(own, other),
+            }
+        )
+    yield "\n## Accuracy, all tasks\n"
+    columns = (
+        report.METHOD,
+        Column("tasks", lambda row: row["tasks"]),
+        Column("requests", number("paired", 0)),
+        Column("Δ points", interval("accuracy_diff", 1, 100, "+")),
+        Column("lost / gained", both("lost", "gained", 0)),
+    )
+    yield report.markdown_table(rows, columns)
+
+
+TOLERANT = (
+    ("fsd@0.2", "cloud"),
+    ("elastic@0.2", "cloud"),
+    ("elastic-regret@0.3", "cloud"),
+    ("elastic@0.2", "fsd@0.2"),
+)
+_ROWS = 1_000_000  # more than a task has: rows of several tasks are told apart by it
+
+
+def pooled(benches: Sequence[Results], method: str) -> list[Record]:
+    """A method's records of all benches."""
+    return [
+        msgspec.structs.replace(record, row=n * _ROWS + record.row)
+        for n, bench in enumerate(benches)
+        for record in bench.records(method)
+    ]
 
 
 # ---- one bench ----------------------------------------------------------------------------
@@ -226,96 +278,9 @@ def ablation_section(name: str, results: Results) -> Iterator[str]:
             Column("requests", number("requests", 0)),
         )
         yield report.markdown_table(rows, columns)
-        report.ablation_bars(rows, DATA / f"{name}-ablations.svg", results.header.task)
-        yield f"![Ablations](results/{name}-ablations.svg)\n"
-
-
-# ---- inertia, wall clock, fleet ----------------------------------------------------------
-
-
-def inertia_section() -> Iterator[str]:
-    path = DATA / "inertia.json"
-    if not path.exists():
-        return
-    found = msgspec.convert(_known(msgspec.json.decode(path.read_bytes())), list[Inertia])
-    plot_inertia(found, DATA / "inertia.svg")
-    yield "\n## Credit inertia\n"
-    for one in found:
-        lag = one.lags[0]
-        yield (
-            f"**{one.name}** ({one.requests} requests, {one.windows} windows of {one.window}): "
-            f"lag-1 autocorrelation {lag.observed:.2f}, shuffled {lag.null:.2f} ± "
-            f"{lag.null_sd:.2f}, p = {lag.p:.3f}; between requests {one.between.share:.2f} of the "
-            f"variance. {one.verdict}\n"
-        )
-        rows = [
-            {"cut": cut, **msgspec.structs.asdict(band)}
-            for cut, bands in one.bands.items()
-            for band in bands.bands
-        ]
-        columns = (
-            Column("bands", lambda row: str(row["cut"])),
-            Column("credit", lambda row: f"{row['name']} {row['low']:.2f}-{row['high']:.2f}"),
-            Column("windows", number("windows", 0)),
-            Column("acceptance", number("mean", 3)),
-            Column("95 %", lambda row: "-".join(f"{end:.2f}" for end in row["interval"])),
-            Column("shuffled", lambda row: f"{row['null']:.2f} ± {row['null_sd']:.2f}"),
-        )
-        yield report.markdown_table(rows, columns)
-        r2 = ", ".join(f"{name} {value:.3f}" for name, value in one.r2.items())
-        yield f"R² of the next window's acceptance, across requests: {r2}.\n"
-    yield "![Credit inertia](results/inertia.svg)\n"
-
-
-def _known(value: Any) -> Any:
-    """JSON has no NaN: figures that could not be computed are null there."""
-    if isinstance(value, dict):
-        return {key: _known(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_known(each) for each in value]
-    return math.nan if value is None else value
-
-
-def wall_section() -> Iterator[str]:
-    place = DATA / "wall"
-    if not place.exists():
-        return
-    runs = [Results.load(path) for path in sorted(place.glob("wall-*"))]
-    header = runs[0].header
-    yield "\n## Wall clock\n"
-    yield (
-        f"{header.task}, rows {header.first} to {header.last}, at most {header.max_tokens} tokens, "
-        f"{len(runs)} runs; one core for each end, an emulated link between. Most of the time goes "
-        "into reading the prompts. The virtual clock has this machine's measured times.\n"
-    )
-    yield f"```\n{header.command}\n```\n"
-    rows = wall.compare(Results.load(place / "virtual"), runs)
-    yield report.markdown_table(rows, wall.COLUMNS)
-
-
-def fleet_section() -> Iterator[str]:
-    path = DATA / "fleet.json"
-    if not path.exists():
-        return
-    found = msgspec.json.decode(path.read_bytes())
-    yield "\n## Users per engine\n"
-    target = found["methods"][0]["target"]
-    yield f"{found['task']}, profile `{found['profile']}`, users that are always busy: the most of"
-    yield f"one engine with {target:g} tokens/s or more in 95 % of requests.\n"
-    rows = [
-        next((p for p in one["points"] if p["users"] == one["users"]), {"method": one["method"]})
-        for one in found["methods"]
-    ]
-    columns = (
-        Column("method", lambda row: str(row["method"])),
-        Column("users", number("users", 0)),
-        Column("95 % get at least, tok/s", number("speed_95")),
-        Column("median tok/s", number("speed_p50")),
-        Column("engine tok/s", number("engine_tokens_per_s", 0)),
-        Column("busy %", number("busy", 0, 100)),
-        Column("tokens/pass", number("tokens_per_pass")),
-    )
-    yield report.markdown_table(rows, columns)
+        picture = f"{name.removesuffix('-ablations')}-ablations.svg"
+        report.ablation_bars(rows, DATA / picture, results.header.task)
+        yield f"![Ablations](results/{picture})\n"
 
 
 if __name__ == "__main__":

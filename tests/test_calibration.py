@@ -16,6 +16,7 @@ from e2sci.cli import calibrate as cli
 from e2sci.cli import main
 from e2sci.evaluation import calibration as files
 from e2sci.evaluation.calibration import Calibration, shipped
+from e2sci.evaluation.pair import identity
 
 TARGET, DRAFT = "synthetic:seed=2", "synthetic:seed=2,divergence=1"
 
@@ -82,6 +83,14 @@ def test_the_shipped_one_is_found_by_its_pair(tmp_path, monkeypatch):
     calibration().save(tmp_path / "data" / "b.json")
     assert shipped("s@1", "l@2") == calibration()
     assert shipped("s@1", "other") is None
+
+
+@pytest.mark.models
+def test_the_default_pair_has_one_of_the_calibration_rows():
+    found = shipped(identity("qwen2.5-coder", "draft"), identity("qwen2.5-coder:target", "target"))
+    assert found is not None
+    assert 0 <= found.first <= found.last < 32
+    assert found.thresholds.keys() == {"elastic", "elastic-regret", "fsd"}
 
 
 # ---- the command --------------------------------------------------------------------------
