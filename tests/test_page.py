@@ -66,6 +66,13 @@ def test_what_a_model_writes_stays_text(visit):
     assert visit.page.title() == "E²-SCI"
 
 
+def test_a_character_that_stays_broken_takes_nothing_away(visit):
+    pieces = ["a", b" b\xe2\x82"]
+    visit.page.route("**/chat/completions", lambda r: r.fulfill(**stream(chunk(pieces))))
+    visit.ask("hello")
+    assert visit.tokens() == [("a", "agreed"), (" b\ufffd", "agreed")]
+
+
 def test_code_stands_in_blocks_and_characters_are_whole(visit):
     pieces = [
         "So",

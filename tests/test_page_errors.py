@@ -38,7 +38,8 @@ def test_stop_ends_it_at_both_ends(browser):
         edge.idle()
         assert visit.page.input_value("#question") == "typed meanwhile"
         assert len(visit.asked) == 1
-        kept = "".join(text for text, _ in visit.tokens())
+        # A character that Stop broke is seen, and no part of the text.
+        kept = "".join(text for text, _ in visit.tokens()).rstrip("\ufffd")
         visit.ask("more", max_tokens=4, seed=7)
         assert visit.asked[1]["messages"][1]["content"].startswith(kept)
         visit.close()

@@ -53,7 +53,10 @@ export class Tokens {
   /** No more will come; a character that was begun stays broken. */
   end() {
     const rest = this._decoder.decode();
-    if (rest) Object.assign(this.spans.at(-1), { textContent: rest }).classList.remove("partial");
+    if (!rest) return;
+    const last = this.spans.at(-1);
+    last.append(rest);
+    last.classList.remove("partial");
   }
 
   /** Put a span where it belongs, by the lines that it ends and begins. */
