@@ -7,6 +7,9 @@
     docs/results/calibration/<task>-<profile>/        the same on the calibration rows
     docs/results/wall/                                `e2sci bench --wall`: virtual, wall-1, …
     docs/results/inertia.json, fleet.json             `e2sci inertia --json`, `e2sci fleet --json`
+    docs/results/tau.json, matched.json               what benches took as --calibration: τ of the
+                                                      traces of `e2sci calibrate`, and with it what
+                                                      `follow.used` finds on them at T = .2
     docs/results/discussion.md                        what it means, in words
 
 Every number on the page comes from these files; nothing is run. Pages that quote it are brought up
@@ -34,6 +37,7 @@ from e2sci.evaluation.figures import (
     summary,
 )
 from e2sci.evaluation.methods import VARIANTS
+from e2sci.evaluation.order import key
 from e2sci.evaluation.records import Record, Results
 from e2sci.evaluation.report import Column, both, interval, number
 from quotes import refilled
@@ -123,13 +127,12 @@ TOLERANT = (
     ("elastic-regret@0.3", "cloud"),
     ("elastic@0.2", "fsd@0.2"),
 )
-_ROWS = 1_000_000  # more than a task has: rows of several tasks are told apart by it
 
 
 def pooled(benches: Sequence[Results], method: str) -> list[Record]:
     """A method's records of all benches."""
     return [
-        msgspec.structs.replace(record, row=n * _ROWS + record.row)
+        msgspec.structs.replace(record, row=key(n, record.row))
         for n, bench in enumerate(benches)
         for record in bench.records(method)
     ]
