@@ -64,8 +64,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `seconds`: request to last token, the time to answer; `ttft_s`: request to first token;
     `accepted` of `judged` draft tokens, `tolerated` of them against the target's own pick;
     `wasted` of `drafted` never judged or in vain; `fed`: tokens through the target in `passes`;
-    `uplink`, `downlink`: bytes; `cloud_busy_s`, `edge_busy_s`: seconds of compute; joules over the
-    whole request; `regret`: nats, of the whole text.
+    `uplink`, `downlink`: bytes; `cloud_busy_s`, `edge_busy_s`: seconds of compute, a pass that
+    the end cuts short in full; joules over the whole request; `regret`: nats, of the whole text.
     """
 
     row: int
