@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from e2sci.decoding.acceptance import Proposal
+from collections.abc import Sequence
+
+import numpy as np
+
+from e2sci.decoding.acceptance import Proposal, RuleParams
+from e2sci.decoding.distribution import Dense
+from e2sci.decoding.sampling import SamplingParams
+from e2sci.engines.base import Step
 from e2sci.engines.synthetic import EOS
+from e2sci.runtime.caches import Cache
+from e2sci.runtime.drafter import Drafter
 from e2sci.session.edge import EdgeSession
 from e2sci.session.lookahead import Lookahead
-from world import REAL_VOCAB, opening
+from world import DRAFT, REAL_VOCAB, opening
 
 
 def test_it_fills_a_round_trip():
@@ -37,22 +46,24 @@ def test_the_papers_growth():
     assert lookahead.limit == 8
 
 
-def edge(window: int, **flags: bool) -> EdgeSession:
+def edge(window: int, doubt: float = 0.0, **flags: bool) -> EdgeSession:
     return EdgeSession(
         opening(**flags),
         window=window,
         eos=frozenset({EOS}),
         vocab=REAL_VOCAB,
         lookahead=Lookahead(window, most=8),
+        doubt=doubt,
     )
 
 
-def sizes(session: EdgeSession, tokens: int) -> list[int]:
-    """Tokens in each window sent while `tokens` are drafted."""
+def sizes(session: EdgeSession, tokens: int, confidence: Sequence[float] = ()) -> list[int]:
+    """Tokens in each window sent while `tokens` are drafted, with `confidence` or surely."""
     sent = []
-    for token in range(97, 97 + tokens):
+    for i in range(tokens):
         if session.wants_draft:
-            windows = session.drafted(Proposal(token), len(session.line), session.branch)
+            proposal = Proposal(97 + i, confidence=confidence[i] if confidence else 1.0)
+            windows = session.drafted(proposal, len(session.line), session.branch)
             sent += [len(w.ids) for w in windows]
     return sent
 
@@ -65,3 +76,30 @@ def test_without_lookahead_windows_are_whole():
     session = edge(3, lookahead=False)
     assert sizes(session, 8) == [3]
     assert not session.wants_draft
+
+
+def test_a_doubted_token_goes_at_once_with_those_before_it():
+    sure, unsure = 0.9, 0.89
+    confidence = [sure, sure, unsure, unsure, sure, sure, sure, sure]
+    assert sizes(edge(3, doubt=0.9), 8, confidence) == [1, 2, 1, 3, 1]
+    assert sizes(edge(3), 8, confidence) == [1, 3, 3, 1]
+
+
+def test_doubt_is_nothing_without_lookahead():
+    assert sizes(edge(3, doubt=0.9, lookahead=False), 8, [0.5] * 8) == [3]
+
+
+def test_confidence_is_the_drafts_largest_probability():
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=4)):
+        session = edge(3)
+        settings = {"rule": RuleParams(), "sampling": sampling, "vocab": REAL_VOCAB}
+        DRAFT.truncate(0, 0)
+        drafter = Drafter(DRAFT, Cache(0), **settings, doubts=True)
+        found = drafter.compute(drafter.begin(session)).confidence
+        DRAFT.truncate(0, 0)
+        [[q]] = DRAFT.forward([Step(0, session.committed)])
+        assert isinstance(q, Dense)
+        assert found == np.exp(q.all_log_probs()[:REAL_VOCAB]).max()
+        DRAFT.truncate(0, 0)
+        drafter = Drafter(DRAFT, Cache(0), **settings)
+        assert drafter.compute(drafter.begin(session)).confidence == 1

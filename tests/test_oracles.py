@@ -35,6 +35,7 @@ shapes = st.fixed_dictionaries(
         "most": st.sampled_from([1, 4, 16, 64]),
         "budget": st.sampled_from([1, 2, 5, 64]),
         "fill_chance": st.sampled_from([0.0, 0.2, 0.9]),
+        "doubt": st.sampled_from([0.0, 0.5, 1.0]),
     }
 )
 

@@ -358,6 +358,12 @@ def test_rules_by_request_and_by_default(one_cloud):
     with LiveEdge(one_cloud, defaults=options_from(DEFAULTS, {"gamma": 2})) as edge:
         for own in ({}, {"mode": "sync"}, {"mode": "cloud"}, {"accept": "typical"}, {"window": 3}):
             assert chat(edge, max_tokens=5, extra_body={"e2sci": own}).usage.total_tokens
+    doubting = options_from(DEFAULTS, {"mode": "pipelined", "doubt": 0.9})
+    with LiveEdge(one_cloud, defaults=doubting) as edge:
+        for own in ({}, {"mode": "sync"}, {"accept": "typical"}, {"doubt": 1.0}):
+            assert chat(edge, max_tokens=5, extra_body={"e2sci": own}).usage.total_tokens
+        with pytest.raises(openai.BadRequestError, match="doubt closes windows of mode pipelined"):
+            chat(edge, extra_body={"e2sci": {"mode": "sync", "doubt": 0.9}})
 
 
 # ---- clients ----------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class World:
     window: int = 4
     most: int = 32
     budget: int = 64
+    doubt: float = 0.0
     kill_at: int | None = None
     fill_chance: float = 0.5
     mangle: Callable[[int], int] | None = None
@@ -114,6 +115,7 @@ class World:
             eos=frozenset({EOS}),
             vocab=REAL_VOCAB,
             lookahead=Lookahead(self.window, most=self.most),
+            doubt=self.doubt,
         )
         if self.draft is not None:
             self.draft.truncate(0, 0)
@@ -124,6 +126,7 @@ class World:
                 sampling=self.opening.sampling,
                 vocab=REAL_VOCAB,
                 trace=self.opening.trace,
+                doubts=self.doubt > 0,
             )
         self._connect(self.opening)
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "help": ("", "this"),
     "quit": ("", "end; so does Ctrl-D. Ctrl-C stops an answer"),
 }
-_OF_MODE = ("gamma", "window", "fill")
+_OF_MODE = ("gamma", "window", "doubt", "fill")
 _OF_RULE = ("measure", "threshold", "budget", "floor", "agreement")
 
 

@@ -88,7 +88,14 @@ _OPTIONS = (
     click.option(
         "--window",
         type=int,
-        help="Draft tokens sent together.  [default: 4; sync 5; auto: what pays]",
+        help="Draft tokens sent together.  [default: 4; with --doubt 8; sync 5; auto: what pays]",
+    ),
+    click.option(
+        "--doubt",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Pipelined: send a window at once where the draft gives nothing this probability.",
     ),
     click.option("--lookahead", type=int, default=64, show_default=True, help="Unjudged tokens."),
     click.option(

@@ -78,7 +78,7 @@ def origin(value: str) -> str:
     type=click.Choice(get_args(Mode)),
     default=DEFAULTS.mode,
     show_default=True,
-    help="How requests are written that don't say; as in `e2sci run`, like the next eight.",
+    help="How requests are written that don't say; as in `e2sci run`, like the next nine.",
 )
 @click.option(
     "--gamma",
@@ -109,7 +109,16 @@ def origin(value: str) -> str:
 )
 @click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
 @click.option(
-    "--window", type=int, help="Draft tokens sent together.  [default: 4; sync 5; auto: what pays]"
+    "--window",
+    type=int,
+    help="Draft tokens sent together.  [default: 4; with --doubt 8; sync 5; auto: what pays]",
+)
+@click.option(
+    "--doubt",
+    type=float,
+    default=DEFAULTS.doubt,
+    show_default=True,
+    help="Pipelined: send a window at once where the draft gives nothing this probability.",
 )
 @click.option(
     "--on-cloud-loss",

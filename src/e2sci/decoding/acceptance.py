@@ -120,10 +120,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A draft token and the sketch of q that travels with it, if the rule needs one."""
+    """A draft token and the sketch of q that travels with it, if the rule needs one. `confidence`:
+    max q, in (0, 1], where it was asked for."""
 
     token: int
     sketch: bytes | None = None
+    confidence: float = 1.0
 
 
 class Rule(Protocol):

@@ -11,6 +11,7 @@
     amusd                asynchronous drafting (AMUSD, PipeSpec)    drafts run ahead without limit
     strict               E²-SCI, the target's own text              pipelined, filled
     elastic              E²-SCI, threshold by credit                pipelined, filled
+    …-doubt              both, and elastic-regret; ours             windows end at a doubted token
     auto                 what pays, by what is measured meanwhile   the target's own text
 
 `auto@1`: where a ms of the cloud is worth as much as one of waiting (γ). `fsd@0.1`, `elastic@0.1`:
@@ -47,6 +48,9 @@ SD_WINDOWS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """The windows among which sd-best chooses."""
 
 PAPER_ETA = 0.25
+
+DOUBT = 0.9
+"""Of the `-doubt` methods."""
 
 Sessions = Callable[[Open, CloudModel], CloudSession]
 
@@ -123,6 +127,7 @@ VARIANTS: dict[str, str] = {
 BASES = ("cloud", "draft", "colocated", "sd", "sd-best", "fsd", "fsd-released", "pearl", "amusd")
 NAMES = (
     *(*BASES, "auto", "strict", "strict-no-fill", "elastic", "elastic-regret"),
+    *("strict-doubt", "elastic-doubt"),
     *(f"elastic-{variant}" for variant in VARIANTS),
 )
 
@@ -160,7 +165,9 @@ def method(name: str, setting: Setting) -> Method:
     if base == "auto":
         return Method(name, {"mode": "auto", "gamma": given or 0.0})
     if base.startswith("strict"):
-        return Method(name, {"mode": "pipelined", "fill": not base.endswith("-no-fill")})
+        changes = {"doubt": DOUBT} if base == "strict-doubt" else {}
+        fill = base != "strict-no-fill"
+        return Method(name, {"mode": "pipelined", "fill": fill, **changes})
     return _elastic(name, base, setting, given)
 
 
@@ -267,6 +274,7 @@ def _option_changes(variant: str) -> dict[str, Any]:
         "no-agreement": {"agreement": False},
         "no-fill": {"fill": False},
         "eta": {"eta": PAPER_ETA},
+        "doubt": {"doubt": DOUBT},
     }
     return changes.get(variant, {})
 

@@ -8,7 +8,9 @@ first step that is what the cache kept of an earlier text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from e2sci.decoding.acceptance import Proposal, RuleParams, make_rule
 from e2sci.decoding.sampling import History, SamplingParams
@@ -31,7 +33,8 @@ class DraftJob:
 
 
 class Drafter:
-    """Drafts for one request in `cache`, a sequence of `engine`; ids stay below `vocab`."""
+    """Drafts for one request in `cache`, a sequence of `engine`; ids stay below `vocab`. `doubts`:
+    whether proposals say how confident the draft is."""
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Drafter:
         sampling: SamplingParams,
         vocab: int,
         trace: bool = False,
+        doubts: bool = False,
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -49,6 +53,7 @@ class Drafter:
         self._sampling = sampling
         self._vocab = vocab
         self._with_sketch = self._rule.needs_sketch or trace
+        self._doubts = doubts
         self._begun = False
 
     def begin(self, session: EdgeSession) -> DraftJob:
@@ -63,4 +68,7 @@ class Drafter:
         """Run the model. Raises ContextFull or EngineError; the session must then start anew."""
         q = self._cache.behind(self._engine, job.history.tokens, job.keep)
         q = q.limited(self._vocab)
-        return self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
+        proposal = self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
+        if not self._doubts:
+            return proposal
+        return replace(proposal, confidence=float(np.exp(q.log_prob(np.array([q.argmax]))[0])))

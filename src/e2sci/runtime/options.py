@@ -21,6 +21,8 @@ OnCloudLoss = Literal["wait", "draft", "fail"]
 DEFAULT_WINDOW = {"sync": 5, "pipelined": 4}
 """Draft tokens a window. Sync: the usual setting of speculative decoding. Pipelined: small, since
 windows don't wait for each other and a rejection is then known sooner."""
+DOUBTING_WINDOW = 8
+"""The same with doubt, by which what may be rejected waits for no window (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,12 @@ class Options:
     token that is not the target's pick. `agreement`: accept on x = y (None: the rule's own way).
     `constants`: of credit and threshold, in place of those derived from the fields before.
 
-    `window`: draft tokens sent together; `lookahead`: unjudged tokens at most; `eta`: how much of
-    itself the lookahead grows by on positive feedback. `fill`: let the cloud decode by itself while
-    no draft is there (None: in pipelined mode, and in auto where it pays). `stop`: texts that end
-    the output. `raw`: no chat template. `trace`: record every judgement.
+    `window`: draft tokens sent together; `doubt`: in pipelined mode, a token is sent at once, with
+    those before it, where the draft gives nothing this probability (0: none is); `lookahead`:
+    unjudged tokens at most; `eta`: how much of itself the lookahead grows by on positive feedback.
+    `fill`: let the cloud decode by itself while no draft is there (None: in pipelined mode, and in
+    auto where it pays). `stop`: texts that end the output. `raw`: no chat template. `trace`: record
+    every judgement.
 
     `on_cloud_loss`: what to do when no cloud is left in mid-answer: `wait` for one as long as the
     edge is patient, let the `draft` go on alone until one is back (what it writes is nobody's but
@@ -62,6 +66,7 @@ class Options:
     agreement: bool | None = None
     constants: CreditParams | None = None
     window: int | None = None
+    doubt: float = 0.0
     lookahead: int = 64
     eta: float | None = None
     fill: bool | None = None
@@ -83,6 +88,8 @@ class Options:
         _within("max_tokens", self.max_tokens, 1, 1 << 18)
         if not 0 <= self.gamma < inf:
             raise ValueError(f"gamma is {self.gamma}; expected 0 or more")
+        if not 0 <= self.doubt <= 1:
+            raise ValueError(f"doubt is {self.doubt}; expected a probability, 0 to 1")
         if self.eta is not None and not 0 <= self.eta <= 8:
             raise ValueError(f"eta is {self.eta}; expected 0 to 8")
         if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
@@ -103,6 +110,8 @@ class Options:
                 raise ValueError(f"mode {self.mode} is {alone}: drop accept={self.accept}")
         if self.gamma and self.mode != "auto":
             raise ValueError(f"mode {self.mode} weighs nothing: drop gamma, or use mode auto")
+        if self.doubt and self.mode != "pipelined":
+            raise ValueError(f"doubt closes windows of mode pipelined, not {self.mode}: drop doubt")
         if self.threshold is not None and not thresholded:
             raise ValueError(
                 f"{self.accept} has no threshold; use it with accept=fuzzy or accept=elastic"
@@ -136,7 +145,7 @@ class Options:
     def credit(self) -> CreditParams:
         if self.constants is not None:
             return self.constants
-        window = min(self.window_size, 16)
+        window = min(self.window or DEFAULT_WINDOW.get(self.mode, 4), 16)
         t = self.threshold
         if self.accept == "fuzzy":
             return CreditParams.constant(0.2 if t is None else t, window=window)
@@ -150,6 +159,8 @@ class Options:
 
     @property
     def window_size(self) -> int:
+        if self.window is None and self.doubt and self.mode == "pipelined":
+            return DOUBTING_WINDOW
         return self.window or DEFAULT_WINDOW.get(self.mode, 4)
 
     @property

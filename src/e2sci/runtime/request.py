@@ -116,6 +116,7 @@ class Request:
             eos=frozenset(welcome.eos),
             vocab=welcome.shared_vocab,
             lookahead=Lookahead(way.window, options.eta, options.lookahead),
+            doubt=options.doubt,
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._meter = Meter(record, self._session, self._inbox, tells=options.tale)

@@ -46,6 +46,7 @@ class E2sci(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threshold: float | None = None
     budget: float | None = None
     window: int | None = None
+    doubt: float | None = None
     on_cloud_loss: OnCloudLoss | None = None
     tale: bool | None = msgspec.field(default=None, name="trace")
 
@@ -311,7 +312,7 @@ def _ours(ours: E2sci, base: Options, *, scored: bool) -> dict[str, Any]:
     if "mode" in named or "accept" in named:
         changes = {"measure": "js", **dict.fromkeys(("threshold", "budget", "constants", "window"))}
     if "mode" in named:
-        changes["gamma"] = 0.0
+        changes |= {"gamma": 0.0, "doubt": 0.0}
     mode = named.get("mode", base.mode)
     if mode in ("cloud", "draft"):
         changes |= {"accept": "strict", "on_cloud_loss": "wait"}

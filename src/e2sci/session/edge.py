@@ -8,7 +8,8 @@ model writes on; `branch` counts how often that line was cut.
 
     draft wanted?  ──► while |S| < lookahead, and within the token budget, and not past an EOS
                        (lookahead off: only while nothing is on its way)
-    drafted        ──► S grows; W unsent tokens, or the line's end, make a window
+    drafted        ──► S grows; W unsent tokens, or the line's end, make a window; so does a token
+                       that the draft doubts, as it may well be rejected (ours)
     verdict        ──► accepted tokens move from S to `committed`; then the cloud's own tokens:
                          equal to S's head  → committed, nothing lost
                          S empty            → committed (fill or bonus)
@@ -85,10 +86,18 @@ class EdgeStats:
 
 
 class EdgeSession:
-    """One request at the edge. `opening`: its Open; `eos`: the target's ids that end a text."""
+    """One request at the edge. `opening`: its Open; `eos`: the target's ids that end a text;
+    `doubt`: with lookahead, tokens of less confidence close a window."""
 
     def __init__(
-        self, opening: Open, *, window: int, eos: frozenset[int], vocab: int, lookahead: Lookahead
+        self,
+        opening: Open,
+        *,
+        window: int,
+        eos: frozenset[int],
+        vocab: int,
+        lookahead: Lookahead,
+        doubt: float = 0.0,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window is {window}; expected 1 to {MAX_WINDOW}")
@@ -103,6 +112,7 @@ class EdgeSession:
         self.intact = 0
         self.window_size = window
         self.lookahead = lookahead
+        self.doubt = doubt
         self.finished: FinishReason | None = None
         self.credit: CreditView | None = None
         self.stats = EdgeStats()
@@ -146,13 +156,17 @@ class EdgeSession:
     def flush(self) -> list[Window]:
         """The unsent tokens as a window, if there are W of them or no more will come.
 
-        With lookahead and nothing on its way the cloud is waiting: then a single token goes (ours).
+        With lookahead (ours) a single token goes while nothing is on its way, as the cloud is
+        waiting, and a doubted one with those before it: of a rejection the edge must hear soon.
         """
         if not self.connected:
             return []
         unsent = self.tail[self.sent :]
-        enough = 1 if self._opening.lookahead and not self.sent else self.window_size
-        if not unsent or (len(unsent) < enough and self.wants_draft):
+        if not unsent:
+            return []
+        urgent = not self.sent or unsent[-1].confidence < self.doubt
+        enough = 1 if self._opening.lookahead and urgent else self.window_size
+        if len(unsent) < enough and self.wants_draft:
             return []
         window = self._window(unsent[:MAX_WINDOW])
         self.sent += min(len(unsent), MAX_WINDOW)
