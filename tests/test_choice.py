@@ -69,11 +69,12 @@ def test_better_circumstances_never_make_it_slower(m: Measured, factor: float) -
 def test_known_choices() -> None:
     paper = Measured(10, 40, 0.8, flat(50))
     assert [choose(paper, g).best.way.mode for g in (0, 1, 4)] == ["pipelined", "pipelined", "sync"]
-    assert choose(paper).best.way == Way("pipelined", True, 1)
+    assert choose(paper).best.way == Way("pipelined", True, 8, doubt=0.9, early=1)
     assert not choose(paper, 1).best.way.fill
     assert not choose(replace(paper, draft_ms=60)).pays
     assert not choose(replace(paper, acceptance=0.1)).pays
     assert not choose(Measured(34, 40, 0.9, GROWING)).pays
-    assert choose(paper, window=7).draft.way.window == 7
+    assert choose(paper, window=7).draft.way == Way("pipelined", True, 7)
     assert choose(paper, 9, fill=True).draft.way.fill
-    assert choose(replace(paper, draft_ms=2)).draft.way.window == 5  # a frame every 10 ms
+    assert choose(replace(paper, draft_ms=2)).draft.way.early == 5  # a frame every 10 ms
+    assert choose(replace(paper, draft_ms=1)).draft.way.window == 10

@@ -241,8 +241,8 @@ class Auto:
 
     def _choose(self) -> Choice:
         """Among the ways that are open to a request that has begun."""
-        mode, fill, _ = self.way
-        return choose(self._measured(), self._gamma, mode=mode, fill=fill, window=self._window)
+        way, measured = self.way, self._measured()
+        return choose(measured, self._gamma, mode=way.mode, fill=way.fill, window=self._window)
 
     def _turn(self, drafting: bool, at: float) -> None:
         self.drafting = drafting

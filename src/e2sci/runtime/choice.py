@@ -31,19 +31,26 @@ from e2sci.runtime.passes import PassTimes
 MARGIN = 1.03
 """Drafting must be expected to be this much cheaper than the cloud alone (ours)."""
 HOLD_MS = 10.0
-"""How long a filled request's drafts are gathered for a window (ours): fewer than a hundred frames
-a second, and the cloud hardly waits."""
+"""How long a filled request's drafts are gathered for a window at least (ours): fewer than a
+hundred frames a second."""
+DOUBT = 0.9
+"""Where the draft gives nothing this probability, a filled request's window ends (ours)."""
+DOUBTING_WINDOW = 8
+"""Draft tokens a window where doubt ends it (ours)."""
 WINDOWS = range(1, 17)
 """The windows to choose among where the cloud waits for them."""
 
 
 class Way(NamedTuple):
     """How a text is written. `fill`: the cloud decodes while no draft is there; `window`: draft
-    tokens sent together (without meaning for the cloud alone)."""
+    tokens sent together (without meaning for the cloud alone); `doubt`: where the draft gives
+    nothing this probability, `early` of them are enough."""
 
     mode: Literal["cloud", "sync", "pipelined"]
     fill: bool
     window: int
+    doubt: float = 0.0
+    early: int = 1
 
 
 class Estimate(NamedTuple):
@@ -152,7 +159,8 @@ def _ways(m: Measured, mode: str | None, fill: bool | None, window: int | None) 
     windows = WINDOWS if window is None else (window,)
     if mode != "sync" and fill is not False:
         held = max(1, min(WINDOWS[-1], round(HOLD_MS / m.draft_ms)))
-        yield Way("pipelined", True, window or held)
+        largest = max(DOUBTING_WINDOW, held)
+        yield Way("pipelined", True, window or largest, 0.0 if window else DOUBT, held)
     if mode != "sync" and fill is not True:
         yield from (Way("pipelined", False, w) for w in windows)
     if mode != "pipelined" and fill is not True:

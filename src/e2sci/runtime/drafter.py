@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from e2sci.decoding.acceptance import Proposal, RuleParams, make_rule
+from e2sci.decoding.distribution import peak
 from e2sci.decoding.sampling import History, SamplingParams
 from e2sci.engines.base import Engine
 from e2sci.runtime.caches import Cache
@@ -71,4 +70,4 @@ class Drafter:
         proposal = self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
         if not self._doubts:
             return proposal
-        return replace(proposal, confidence=float(np.exp(q.log_prob(np.array([q.argmax]))[0])))
+        return replace(proposal, confidence=peak(q))

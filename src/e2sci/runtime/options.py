@@ -10,7 +10,7 @@ from typing import Any, Literal
 from e2sci.decoding.acceptance import Measure, RuleName, RuleParams
 from e2sci.decoding.credit import CreditParams
 from e2sci.decoding.sampling import SamplingParams
-from e2sci.runtime.choice import Way
+from e2sci.runtime.choice import DOUBTING_WINDOW, Way
 from e2sci.runtime.tale import Tale
 from e2sci.session.edge import Commit
 from e2sci.session.messages import MAX_TOP, MAX_WINDOW, Judged
@@ -21,8 +21,6 @@ OnCloudLoss = Literal["wait", "draft", "fail"]
 DEFAULT_WINDOW = {"sync": 5, "pipelined": 4}
 """Draft tokens a window. Sync: the usual setting of speculative decoding. Pipelined: small, since
 windows don't wait for each other and a rejection is then known sooner."""
-DOUBTING_WINDOW = 8
-"""The same with doubt, by which what may be rejected waits for no window (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,7 @@ class Options:
         """How to write, where that does not depend on measurements."""
         assert self.mode in ("cloud", "sync", "pipelined")
         fill = self.mode != "sync" if self.fill is None else self.fill
-        return Way(self.mode, fill, self.window_size)
+        return Way(self.mode, fill, self.window_size, self.doubt)
 
 
 def _within(name: str, value: int | None, low: int, high: int) -> None:

@@ -116,7 +116,8 @@ class Request:
             eos=frozenset(welcome.eos),
             vocab=welcome.shared_vocab,
             lookahead=Lookahead(way.window, options.eta, options.lookahead),
-            doubt=options.doubt,
+            doubt=way.doubt,
+            early=way.early,
         )
         self._drafting: tuple[DraftJob, asyncio.Future[Proposal], float] | None = None
         self._meter = Meter(record, self._session, self._inbox, tells=options.tale)
@@ -223,6 +224,7 @@ class Request:
         """Draft or rest, as what was written suggests."""
         auto.wrote(tokens, now())
         self._session.window_size = self._session.lookahead.window = auto.way.window
+        self._session.early = auto.way.early
         if auto.drafting:
             self._session.resting = False
         elif not self._session.resting:

@@ -87,7 +87,7 @@ class EdgeStats:
 
 class EdgeSession:
     """One request at the edge. `opening`: its Open; `eos`: the target's ids that end a text;
-    `doubt`: with lookahead, tokens of less confidence close a window."""
+    `doubt`: with lookahead, a token of less confidence closes a window of `early` or more."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class EdgeSession:
         vocab: int,
         lookahead: Lookahead,
         doubt: float = 0.0,
+        early: int = 1,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window is {window}; expected 1 to {MAX_WINDOW}")
@@ -113,6 +114,7 @@ class EdgeSession:
         self.window_size = window
         self.lookahead = lookahead
         self.doubt = doubt
+        self.early = early
         self.finished: FinishReason | None = None
         self.credit: CreditView | None = None
         self.stats = EdgeStats()
@@ -162,16 +164,21 @@ class EdgeSession:
         if not self.connected:
             return []
         unsent = self.tail[self.sent :]
-        if not unsent:
-            return []
-        urgent = not self.sent or unsent[-1].confidence < self.doubt
-        enough = 1 if self._opening.lookahead and urgent else self.window_size
-        if len(unsent) < enough and self.wants_draft:
+        if not unsent or (len(unsent) < self._enough(unsent) and self.wants_draft):
             return []
         window = self._window(unsent[:MAX_WINDOW])
         self.sent += min(len(unsent), MAX_WINDOW)
         self.stats.windows += 1
         return [window]
+
+    def _enough(self, unsent: list[Proposal]) -> int:
+        """So many of them make a window now."""
+        if not self._opening.lookahead:
+            return self.window_size
+        if not self.sent:
+            return 1
+        doubted = min(proposal.confidence for proposal in unsent) < self.doubt
+        return min(self.early, self.window_size) if doubted else self.window_size
 
     def rest(self) -> list[Window]:
         """Draft no more for now, and say so."""
