@@ -119,6 +119,7 @@ FRONTIER = (
     Column("accepted %", number("acceptance", 1, 100)),
     Column("tolerated %", number("tolerated_share", 1, 100)),
     Column("tokens", number("mean_tokens", 0)),
+    Column("requests", number("requests", 0)),
 )
 
 
