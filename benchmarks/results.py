@@ -172,8 +172,8 @@ def _variant(method: str) -> str | None:
 
 
 def _in_the_table(method: str) -> bool:
-    """Methods without a threshold, of the others those at the paper's, and the regret, which the
-    paper has not, at the one that every task has."""
+    """Methods without a threshold, of the others those at the paper's; and the regret, which the
+    paper has not, at the one that every task has, with doubt at the loosest."""
     at = (
         *("fsd@0.2", "fsd-released@0.2", "elastic@0.2", "elastic-regret@0.3"),
         *("elastic-doubt@0.2", "elastic-regret-doubt@0.7"),

@@ -94,10 +94,10 @@ def test_doubt_is_nothing_without_lookahead():
 
 def test_confidence_is_the_drafts_largest_probability():
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, seed=4)):
-        session = edge(3)
+        session = edge(3, doubt=0.9)
         settings = {"rule": RuleParams(), "sampling": sampling, "vocab": REAL_VOCAB}
         DRAFT.truncate(0, 0)
-        drafter = Drafter(DRAFT, Cache(0), **settings, doubts=True)
+        drafter = Drafter(DRAFT, Cache(0), **settings)
         found = drafter.compute(drafter.begin(session)).confidence
         DRAFT.truncate(0, 0)
         [[q]] = DRAFT.forward([Step(0, session.committed)])
@@ -105,4 +105,4 @@ def test_confidence_is_the_drafts_largest_probability():
         assert found == pytest.approx(np.exp(q.all_log_probs()[:REAL_VOCAB]).max(), rel=0.02)
         DRAFT.truncate(0, 0)
         drafter = Drafter(DRAFT, Cache(0), **settings)
-        assert drafter.compute(drafter.begin(session)).confidence == 1
+        assert drafter.compute(drafter.begin(edge(3))).confidence == 1

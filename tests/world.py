@@ -126,7 +126,6 @@ class World:
                 sampling=self.opening.sampling,
                 vocab=REAL_VOCAB,
                 trace=self.opening.trace,
-                doubts=self.doubt > 0,
             )
         self._connect(self.opening)
 

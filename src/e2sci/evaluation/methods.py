@@ -39,6 +39,7 @@ import msgspec
 from e2sci.decoding.credit import Credit, CreditParams, CreditState
 from e2sci.decoding.predictor import Forecast, Predictor
 from e2sci.emulation.profile import Profile
+from e2sci.runtime.choice import DOUBT
 from e2sci.session.cloud import CloudSession
 from e2sci.session.line import CloudModel
 from e2sci.session.messages import MAX_WINDOW, Open
@@ -48,9 +49,6 @@ SD_WINDOWS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """The windows among which sd-best chooses."""
 
 PAPER_ETA = 0.25
-
-DOUBT = 0.9
-"""Of the `-doubt` methods."""
 
 Sessions = Callable[[Open, CloudModel], CloudSession]
 

@@ -20,11 +20,13 @@ from e2sci.session.edge import EdgeSession
 
 @dataclass(frozen=True)
 class DraftJob:
-    """One step: behind `history`, on `branch`; the cache still holds its first `keep` tokens."""
+    """One step: behind `history`, on `branch`; the cache still holds its first `keep` tokens.
+    `doubts`: whether the proposal must say how confident the draft is."""
 
     keep: int
     history: History
     branch: int
+    doubts: bool = False
 
     @property
     def position(self) -> int:
@@ -32,8 +34,7 @@ class DraftJob:
 
 
 class Drafter:
-    """Drafts for one request in `cache`, a sequence of `engine`; ids stay below `vocab`. `doubts`:
-    whether proposals say how confident the draft is."""
+    """Drafts for one request in `cache`, a sequence of `engine`; ids stay below `vocab`."""
 
     def __init__(
         self,
@@ -44,7 +45,6 @@ class Drafter:
         sampling: SamplingParams,
         vocab: int,
         trace: bool = False,
-        doubts: bool = False,
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -52,7 +52,6 @@ class Drafter:
         self._sampling = sampling
         self._vocab = vocab
         self._with_sketch = self._rule.needs_sketch or trace
-        self._doubts = doubts
         self._begun = False
 
     def begin(self, session: EdgeSession) -> DraftJob:
@@ -61,13 +60,11 @@ class Drafter:
             self._begun, session.intact = True, len(self._cache.tokens)
         keep = min(session.intact, len(session.line) - 1)
         session.intact = len(session.line)
-        return DraftJob(keep, session.line.copy(), session.branch)
+        return DraftJob(keep, session.line.copy(), session.branch, session.doubt > 0)
 
     def compute(self, job: DraftJob) -> Proposal:
         """Run the model. Raises ContextFull or EngineError; the session must then start anew."""
         q = self._cache.behind(self._engine, job.history.tokens, job.keep)
         q = q.limited(self._vocab)
         proposal = self._rule.propose(q, self._sampling, job.history, with_sketch=self._with_sketch)
-        if not self._doubts:
-            return proposal
-        return replace(proposal, confidence=peak(q))
+        return replace(proposal, confidence=peak(q)) if job.doubts else proposal

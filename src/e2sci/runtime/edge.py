@@ -210,7 +210,6 @@ class Edge:
                     sampling=options.sampling,
                     vocab=welcome.shared_vocab,
                     trace=options.trace,
-                    doubts=options.doubt > 0 or options.mode == "auto",
                 )
             limit = self._limit(ids, options, context)
             record = Record(TextStream(self.engine.tokenizer, options.stop), frozenset(welcome.eos))

@@ -143,7 +143,7 @@ class Options:
     def credit(self) -> CreditParams:
         if self.constants is not None:
             return self.constants
-        window = min(self.window or DEFAULT_WINDOW.get(self.mode, 4), 16)
+        window = min(self._plain_window, 16)  # whatever doubt makes of those that are sent
         t = self.threshold
         if self.accept == "fuzzy":
             return CreditParams.constant(0.2 if t is None else t, window=window)
@@ -157,8 +157,10 @@ class Options:
 
     @property
     def window_size(self) -> int:
-        if self.window is None and self.doubt and self.mode == "pipelined":
-            return DOUBTING_WINDOW
+        return DOUBTING_WINDOW if self.doubt and self.window is None else self._plain_window
+
+    @property
+    def _plain_window(self) -> int:
         return self.window or DEFAULT_WINDOW.get(self.mode, 4)
 
     @property
