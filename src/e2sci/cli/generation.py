@@ -35,16 +35,18 @@ def bias(value: str) -> tuple[int, float]:
     raise BadInput(f"{value!r} is no bias; expected ID=VALUE, as in 151643=-100")
 
 
-_OPTIONS = (
-    reach_options,
-    draft_options,
-    click.option(
-        "--mode",
-        type=click.Choice(get_args(Mode)),
-        default=Options.mode,
-        show_default=True,
-        help="Target alone, draft alone, classic speculative decoding, overlapping, or what pays.",
-    ),
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Options as one decorator, in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+tuning_options = _together(
     click.option(
         "--gamma",
         type=float,
@@ -73,18 +75,8 @@ _OPTIONS = (
         help="Elastic: thresholds from `e2sci calibrate`.  [default pair: the shipped ones]",
     ),
     click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most."),
-    click.option(
-        "--floor",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Least target probability of a token that is not its own pick.",
-    ),
-    click.option(
-        "--agreement/--no-agreement",
-        default=None,
-        help="Accept whenever draft and target pick the same.  [default: all rules but fuzzy]",
-    ),
+)
+window_options = _together(
     click.option(
         "--window",
         type=int,
@@ -97,6 +89,39 @@ _OPTIONS = (
         show_default=True,
         help="Pipelined: send a window at once where the draft gives nothing this probability.",
     ),
+)
+cloud_loss_option = click.option(
+    "--on-cloud-loss",
+    type=click.Choice(get_args(OnCloudLoss)),
+    default="wait",
+    show_default=True,
+    help="With no cloud left: wait for one, let the draft go on alone meanwhile, or fail.",
+)
+
+generation_options = _together(
+    reach_options,
+    draft_options,
+    click.option(
+        "--mode",
+        type=click.Choice(get_args(Mode)),
+        default=Options.mode,
+        show_default=True,
+        help="Target alone, draft alone, classic speculative decoding, overlapping, or what pays.",
+    ),
+    tuning_options,
+    click.option(
+        "--floor",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Least target probability of a token that is not its own pick.",
+    ),
+    click.option(
+        "--agreement/--no-agreement",
+        default=None,
+        help="Accept whenever draft and target pick the same.  [default: all rules but fuzzy]",
+    ),
+    window_options,
     click.option("--lookahead", type=int, default=64, show_default=True, help="Unjudged tokens."),
     click.option(
         "--fill/--no-fill",
@@ -125,22 +150,10 @@ _OPTIONS = (
         show_default=True,
         help="Seconds to wait for a cloud that is lost in mid-answer, or has no place.",
     ),
-    click.option(
-        "--on-cloud-loss",
-        type=click.Choice(get_args(OnCloudLoss)),
-        default="wait",
-        show_default=True,
-        help="With no cloud left: wait for one, let the draft go on alone meanwhile, or fail.",
-    ),
+    cloud_loss_option,
     model_options(4096),
 )
-
-
-def generation_options(command: F) -> F:
-    """The options that `setup` takes."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""The options that `Setup` is made of."""
 
 
 @dataclass(frozen=True)

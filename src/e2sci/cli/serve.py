@@ -27,13 +27,17 @@ from e2sci.cli.common import (
     refuse_remote,
 )
 from e2sci.cli.draft import Draft, draft_options
-from e2sci.cli.generation import calibrated
+from e2sci.cli.generation import (
+    calibrated,
+    cloud_loss_option,
+    tuning_options,
+    window_options,
+)
 from e2sci.cli.keys import keys_option
 from e2sci.cli.reach import dials, reach_options
-from e2sci.decoding.acceptance import Measure, RuleName
 from e2sci.runtime.connection import CloudUnreachable
 from e2sci.runtime.edge import Edge, options_from
-from e2sci.runtime.options import Mode, OnCloudLoss
+from e2sci.runtime.options import Mode
 from e2sci.server import logs
 from e2sci.server.keys import Keys
 from e2sci.server.openai_requests import DEFAULTS, REQUESTS
@@ -80,53 +84,9 @@ def origin(value: str) -> str:
     show_default=True,
     help="How requests are written that don't say; as in `e2sci run`, like the next nine.",
 )
-@click.option(
-    "--gamma",
-    type=float,
-    default=DEFAULTS.gamma,
-    show_default=True,
-    help="Auto: what 1 ms of the cloud's computing is worth in ms of waiting; 0: fastest.",
-)
-@click.option(
-    "--accept",
-    type=click.Choice(get_args(RuleName)),
-    default=DEFAULTS.accept,
-    show_default=True,
-    help="The acceptance rule; strict changes nothing in the target's text.",
-)
-@click.option(
-    "--measure",
-    type=click.Choice(get_args(Measure)),
-    default=DEFAULTS.measure,
-    show_default=True,
-    help="What fuzzy and elastic compare with the threshold.",
-)
-@click.option("--threshold", type=float, help="Nats; a constant for fuzzy, T_base for elastic.")
-@click.option(
-    "--calibration",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Elastic: thresholds from `e2sci calibrate`.  [default pair: the shipped ones]",
-)
-@click.option("--budget", type=float, help="Elastic: mean regret in nats a token at most.")
-@click.option(
-    "--window",
-    type=int,
-    help="Draft tokens sent together.  [default: 4; with --doubt 8; sync 5; auto: what pays]",
-)
-@click.option(
-    "--doubt",
-    type=float,
-    default=DEFAULTS.doubt,
-    show_default=True,
-    help="Pipelined: send a window at once where the draft gives nothing this probability.",
-)
-@click.option(
-    "--on-cloud-loss",
-    type=click.Choice(get_args(OnCloudLoss)),
-    default=DEFAULTS.on_cloud_loss,
-    show_default=True,
-    help="With no cloud left: wait for one, let the draft go on alone meanwhile, or fail.",
-)
+@tuning_options
+@window_options
+@cloud_loss_option
 @click.option(
     "--temperature",
     type=float,
